@@ -167,7 +167,7 @@ def _overtakes(results: Results, suite: str, provider: str, **equal: object) -> 
 def _state_bytes(d: int, p: int) -> int:
     """Returns the size of the state of one key/value head."""
     state = fastmax.decoding.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # with these settings p = 1 is positive
-    return sum(x.numel() * x.element_size() for x in (state.values, state.weights))
+    return sum(x.numel() * x.element_size() for x in (state.kv_state, state.k_sum))
 
 
 def _steps(results: Results, *providers: str, **same) -> dict[int, float]:

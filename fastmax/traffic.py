@@ -250,10 +250,10 @@ def _linear(
         sums = (2 * width + 1) * _FLOAT
         snapshots = -(-seqlen // _CHUNK_OF_ORDER_1) * (width * width * (_FLOAT + number) + 2 * sums)
     rows = 1 + head_dim + (head_dim * (head_dim + 1) // 2 if p == 2 else 0)
-    kept = scaled + snapshots + (rows * (head_dim + 1) * _FLOAT if state else 0)
+    saved = scaled + snapshots + (rows * (head_dim + 1) * _FLOAT if state else 0)
     return Traffic(
-        widened * dtype.itemsize + (numbers + 2 * (seqlen + summed) * head_dim) * element + kept,
-        widened * _FLOAT + numbers * dtype.itemsize + _FLOAT * seqlen + kept,
+        widened * dtype.itemsize + (numbers + 2 * (seqlen + summed) * head_dim) * element + saved,
+        widened * _FLOAT + numbers * dtype.itemsize + _FLOAT * seqlen + saved,
     )
 
 

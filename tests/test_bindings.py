@@ -61,21 +61,21 @@ def arguments(operator, device):
         return sums | {"q": tensor(B, H, M, D), "k": k, "v": v} | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
-        state = {"log_decay": None, "k_start": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
+        state = {"log_decay": None, "k_start": None, "kv_state": tensor(B, HK, rows, DV), "k_sum": tensor(B, HK, rows) + 1.0}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
         given = {"q": q, "k": k, "v": v, "attention_mask": mask} | state | options
         if operator == "prefill":
             return given
-        operands, kept = {"q": q, "k": k, "v": v}, {"kept": torch.empty(B, HK, 0, dtype=torch.uint8, device=device)}
-        if operator == "prefill_kept_":
-            return operands | {"attention_mask": mask} | state | kept | options
+        operands, saved = {"q": q, "k": k, "v": v}, {"saved": torch.empty(B, HK, 0, dtype=torch.uint8, device=device)}
+        if operator == "prefill_saved_":
+            return operands | {"attention_mask": mask} | state | saved | options
         if operator == "prefill_backward_of_queries":
             return sums | operands | {"attention_mask": mask} | state | options
         if operator == "prefill_backward_of_keys_":
-            grads = {f"grad_new_{name}": state.pop(name) for name in ("values", "weights")}
+            grads = {f"grad_new_{name}": state.pop(name) for name in ("kv_state", "k_sum")}
             pairs = {"pairs": None, "pairs_of_states": None}
-            return sums | grads | operands | {"attention_mask": mask} | state | pairs | kept | options
-        new = {name: tensor(*given[name].shape) for name in ("values", "weights")}
+            return sums | grads | operands | {"attention_mask": mask} | state | pairs | saved | options
+        new = {name: tensor(*given[name].shape) for name in ("kv_state", "k_sum")}
         grads = {f"grad_new_{name}": tensor(*x.shape) for name, x in new.items()}
         results = {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)} | grads
         operands |= {"o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
@@ -160,13 +160,13 @@ def per_query(name):
 STATE = [
     ("q", lambda x: x[:, :, :-1], f"k and v must have q's number of tokens {M - 1}, got {M}"),
     ("p", lambda _: 3, "p must be 1 or 2, got 3"),
-    ("p", lambda _: 1, "values must have shape"),
-    *((name, lambda x: x[:, :, :-1], f"{name} must have shape") for name in ("values", "weights")),
-    *((name, lambda x: x.double(), f"{name} must be (torch.)?float32") for name in ("values", "weights")),
+    ("p", lambda _: 1, "kv_state must have shape"),
+    *((name, lambda x: x[:, :, :-1], f"{name} must have shape") for name in ("kv_state", "k_sum")),
+    *((name, lambda x: x.double(), f"{name} must be (torch.)?float32") for name in ("kv_state", "k_sum")),
 ]
 NEW_STATE = [
     (f"{prefix}{name}", change, message)
-    for prefix, name in product(("new_", "grad_new_"), ("values", "weights"))
+    for prefix, name in product(("new_", "grad_new_"), ("kv_state", "k_sum"))
     for change, message in ((lambda x: x[:, :, :-1], f"{prefix}{name} must have shape"),
                             (lambda x: x.double(), f"{prefix}{name} must (be|have)"))
 ]  # fmt: skip
@@ -178,13 +178,13 @@ SUMS = [
 ]
 OF_QUERIES = [row for row in FORWARD if row[0] != "attention_mask"] + STATE[:2] + SUMS
 OF_KEYS = [row for row in FORWARD if row[0] in ("v", "attention_mask", "scale")] + [STATE[1], ("k", halves, "dtype")]
-KEPT = [
-    ("kept", lambda x: x.float(), "kept must be contiguous uint8"),
-    ("kept", lambda x: x[:1], "kept must be contiguous uint8"),
+SAVED = [
+    ("saved", lambda x: x.float(), "saved must be contiguous uint8"),
+    ("saved", lambda x: x[:1], "saved must be contiguous uint8"),
     (
-        "kept",
+        "saved",
         lambda x: x.new_zeros(*x.shape[:2], 48),
-        "kept must be what state_of_keys or state_of_queries kept .*, \\d+ bytes, got",
+        "saved must be what state_of_keys or state_of_queries saved .*, \\d+ bytes, got",
     ),
 ]
 WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
@@ -209,14 +209,14 @@ WRONG = {
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
     "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
-    "prefill_kept_": FORWARD + STATE + KEPT + [("weights", lambda _: None, "values and weights must be given together")],
+    "prefill_saved_": FORWARD + STATE + SAVED + [("k_sum", lambda _: None, "kv_state and k_sum must be given together")],
     "prefill_backward_of_queries": FORWARD + STATE + SUMS,
     "prefill_backward_of_keys_": FORWARD
     + STATE[:2]
     + SUMS
     + [row for row in NEW_STATE if row[0].startswith("grad_")]
-    + [("grad_new_values", lambda _: None, "grad_new_values and grad_new_weights must be given together")]
-    + KEPT,
+    + [("grad_new_kv_state", lambda _: None, "grad_new_kv_state and grad_new_k_sum must be given together")]
+    + SAVED,
     "state_of_keys": OF_KEYS,
     "state_of_queries": OF_QUERIES,
     "gradients_of_sums": RESULTS[2:] + per_query("z") + per_query("grad_z"),
@@ -251,7 +251,7 @@ def test_refused_by_name(operator, name, change, message, device):
 
 
 ATTENTION = ["forward", "backward", "flash_forward", "flash_backward"]
-PIECES = ["prefill_kept_", "state_of_keys", "state_of_queries", "prefill_backward_of_queries", "prefill_backward_of_keys_"]
+PIECES = ["prefill_saved_", "state_of_keys", "state_of_queries", "prefill_backward_of_queries", "prefill_backward_of_keys_"]
 OVER_PARTS = ["prefill", "prefill_backward", *PIECES]
 TOKENS_OF = ("log_decay", "k_start", "k_end", "pairs", "pairs_of_states")  # that only some calls have
 TOKENS = [
@@ -297,12 +297,12 @@ def test_the_gradient_of_a_prefill_without_a_decay(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["new_values", "new_weights"])
+@pytest.mark.parametrize("name", ["new_kv_state", "new_k_sum"])
 def test_the_gradient_of_a_decay_needs_the_new_state(name, device):
     given = with_tokens("prefill_backward", device) | {name: None}
-    with pytest.raises(REFUSED, match="log_decay needs new_values and new_weights"):
+    with pytest.raises(REFUSED, match="log_decay needs new_kv_state and new_k_sum"):
         call("prefill_backward", given)
-    grads = {"grad_new_values": None, "grad_new_weights": None}
+    grads = {"grad_new_kv_state": None, "grad_new_k_sum": None}
     call("prefill_backward", given | grads)
     call("prefill_backward", arguments("prefill_backward", device) | {name: None})
 
@@ -317,7 +317,7 @@ def test_the_gradient_of_a_decay_in_pieces_needs_pairs(device):
         given = with_tokens(operator, device)
         with pytest.raises(REFUSED, match=f"{name} must"):
             call(operator, given | {name: change(given[name])})
-    given = arguments(operator, device) | {"grad_new_values": None, "grad_new_weights": None}
+    given = arguments(operator, device) | {"grad_new_kv_state": None, "grad_new_k_sum": None}
     *_, of_decay = call(operator, given)
     assert of_decay.shape == (0,)
 

@@ -457,7 +457,7 @@ def test_refuses_by_name():
         "use_custom_gradient=False is not supported with context parallelism",
         "x must have the ",
         "ranks must hold (5, 5) tokens in a zigzag layout of 10, got (3, 7)",
-        "decoding is of sequences that one rank has as a whole",
+        "decoding needs whole sequences on one rank",
         'normalize must be False or "token"',
         "buffer_seq_dims must have one dimension per buffer, got 0 for 1",
         "no_restore_buffers must be a subset of buffers",

@@ -92,13 +92,13 @@ def test_a_tile_of_which_nothing_is_hidden_has_no_exponent():
 
 
 @pytest.mark.parametrize("whole", [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_a_state_fades_in_place_as_it_does_elsewhere(whole):
+def test_a_state_decays_in_place_as_it_does_elsewhere(whole):
     factor = Factor(torch.tensor(whole).view(2, 1, 1), torch.tensor([-1e-7, 0.0]).view(2, 1, 1))
     x = torch.randn(2, 30, 5)
     x[1, 0, 0] = math.inf if whole[1] == 0.0 else 1.0
     expected = factor(x)
     assert torch.equal(expected[1], x[1] if whole[1] == 1.0 else torch.zeros(30, 5))
-    factor.fade(x)
+    factor.multiply_(x)
     torch.testing.assert_close(x, expected, rtol=1e-7, atol=0.0)
 
 
@@ -716,7 +716,7 @@ def test_a_state_of_nan_is_forgotten(form):
         fastmax.decoding.init_state(1, 2, 4, 3, dtype=torch.float64),
         log_decay=log_decay[..., :2],
     )
-    assert state.values.isnan().all() and state.weights.isnan().all()
+    assert state.kv_state.isnan().all() and state.k_sum.isnan().all()
     o, state = form(q[:, :, 2:3], k[:, :, 2:3], v[:, :, 2:3], state, log_decay=log_decay[..., 2:3])
     torch.testing.assert_close(o, expected[:, :, 2:3])
     torch.testing.assert_close(

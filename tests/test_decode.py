@@ -99,7 +99,7 @@ def advance(inputs, sizes, state, mask=None, in_place=False):
 
 
 def assert_states_close(actual, expected):
-    for name in ("values", "weights"):
+    for name in ("kv_state", "k_sum"):
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-10, atol=1e-10)
     assert actual.tokens == expected.tokens
 
@@ -195,7 +195,7 @@ def test_a_state_passed_in_is_not_modified(device):
     fastmax.decoding.prefill(*inputs.values(), state)
     again, _ = fastmax.decoding.step(*token, state)
     assert torch.equal(first, again)
-    assert torch.equal(state.values, before.values) and torch.equal(state.weights, before.weights)
+    assert torch.equal(state.kv_state, before.kv_state) and torch.equal(state.k_sum, before.k_sum)
     assert state.tokens == before.tokens
 
 
@@ -304,19 +304,19 @@ def test_gradients_of_decays_flow_through_the_state(device):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("what", ["log_decay", "values", "weights", "v"])
+@pytest.mark.parametrize("what", ["log_decay", "kv_state", "k_sum", "v"])
 def test_a_prefill_records_what_it_is_given(what, device):
     """Each alone: what has kernels and writes in place is for calls of which nothing is recorded."""
     inputs, grad_o = make_inputs(CASE, torch.float64, device)
     given = inputs | {"log_decay": decays(CASE, device).clamp(min=-3.0)}
     _, start = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device))
-    given |= {"values": start.values, "weights": start.weights}
+    given |= {"kv_state": start.kv_state, "k_sum": start.k_sum}
     x = given[what].clone()
 
     def loss(x):
-        q, k, v, log_decay, values, weights = (given | {what: x}).values()
-        o, state = fastmax.decoding.prefill(q, k, v, replace(start, values=values, weights=weights), log_decay=log_decay)
-        return (o * grad_o).sum() + 1e-3 * state.values.square().sum() + 1e-3 * state.weights.square().sum()
+        q, k, v, log_decay, kv_state, k_sum = (given | {what: x}).values()
+        o, state = fastmax.decoding.prefill(q, k, v, replace(start, kv_state=kv_state, k_sum=k_sum), log_decay=log_decay)
+        return (o * grad_o).sum() + 1e-3 * state.kv_state.square().sum() + 1e-3 * state.k_sum.square().sum()
 
     (grad,) = torch.autograd.grad(loss(x.requires_grad_()), x)
     direction = torch.randn_like(grad)
@@ -369,12 +369,12 @@ def test_a_mask_of_any_stride_and_a_state_at_any_address(function, device):
     columns = torch.tensor([[True, False, False], [True, True, False], [False, False, True]], device=device)
     results = []
     for mask, start in (
-        (columns[:, 1:2], replace(state, values=shifted(state.values), weights=shifted(state.weights))),
+        (columns[:, 1:2], replace(state, kv_state=shifted(state.kv_state), k_sum=shifted(state.k_sum))),
         (columns[:, 1:2].clone(memory_format=torch.contiguous_format), state.clone()),
     ):
         out = function(*second, start, attention_mask=mask)
         o, after = (out, start) if function is fastmax.decoding.step_ else out
-        results.append((o, after.values, after.weights))
+        results.append((o, after.kv_state, after.k_sum))
     torch.testing.assert_close(*results)
 
 
@@ -390,12 +390,12 @@ def test_the_state_after_no_tokens_has_memory_of_its_own(device):
 def recorded(what, token, state):
     if what == "a token":
         return [token[0].requires_grad_(), *token[1:]], state
-    if what == "values":
-        return token, replace(state, values=state.values.requires_grad_())
+    if what == "kv_state":
+        return token, replace(state, kv_state=state.kv_state.requires_grad_())
     return token, fastmax.decoding.step(token[0], token[1].clone().requires_grad_(), token[2], state)[1]
 
 
-@pytest.mark.parametrize("what", ["a token", "values", "a state with a graph"])
+@pytest.mark.parametrize("what", ["a token", "kv_state", "a state with a graph"])
 def test_step_in_place_refuses_to_record(what, device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     token, state = recorded(what, first_token(inputs), new_state(CASE, device))
@@ -403,7 +403,7 @@ def test_step_in_place_refuses_to_record(what, device):
     with pytest.raises(RuntimeError, match=r"fastmax\.decoding\.step_ .*gradient.*fastmax\.decoding\.step"):
         fastmax.decoding.step_(*token, state)
     with pytest.raises(RuntimeError, match="gradient"):
-        torch.ops.fastmax.decode_step_(*token, state.values, state.weights, None, None, *state.score)
+        torch.ops.fastmax.decode_step_(*token, state.kv_state, state.k_sum, None, None, *state.score)
     assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), before, strict=True)) and state.tokens <= 1
     expected, _ = fastmax.decoding.step(*token, state)
     with torch.no_grad():
@@ -432,21 +432,21 @@ def test_autograd_notices_a_state_that_was_written_over(device):
 
 def shared_memory(what, state):
     """A state that must not be written in place, or k that overlaps it."""
-    values, weights = state.values, state.weights
+    kv_state, k_sum = state.kv_state, state.k_sum
     if what == "expanded batch":
-        return {"state": state.select([0]).map(lambda x: x.expand(2, *x.shape[1:]))}, "state.values must be contiguous"
+        return {"state": state.select([0]).map(lambda x: x.expand(2, *x.shape[1:]))}, "state.kv_state must be contiguous"
     if what == "strided":
-        return {"state": replace(state, weights=weights.repeat_interleave(2, 2)[..., ::2])}, "state.weights must be contiguous"
-    if what == "weights in values":
-        inside = values.flatten()[: weights.numel()].view(weights.shape)
-        return {"state": replace(state, weights=inside)}, "state.values must not overlap state.weights"
-    if what == "positions in values":
-        inside = values.view(torch.int64).flatten()[:2]
-        return {"state": replace(state, positions=inside)}, "state.values must not overlap state.positions"
-    return {"k": values.flatten()[:20].view(2, 2, 1, 5)}, "state.values must not overlap k"
+        return {"state": replace(state, k_sum=k_sum.repeat_interleave(2, 2)[..., ::2])}, "state.k_sum must be contiguous"
+    if what == "k_sum in kv_state":
+        inside = kv_state.flatten()[: k_sum.numel()].view(k_sum.shape)
+        return {"state": replace(state, k_sum=inside)}, "state.kv_state must not overlap state.k_sum"
+    if what == "positions in kv_state":
+        inside = kv_state.view(torch.int64).flatten()[:2]
+        return {"state": replace(state, positions=inside)}, "state.kv_state must not overlap state.positions"
+    return {"k": kv_state.flatten()[:20].view(2, 2, 1, 5)}, "state.kv_state must not overlap k"
 
 
-@pytest.mark.parametrize("what", ["expanded batch", "strided", "weights in values", "positions in values", "k in values"])
+@pytest.mark.parametrize("what", ["expanded batch", "strided", "k_sum in kv_state", "positions in kv_state", "k in kv_state"])
 def test_step_in_place_refuses_shared_memory(what, device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, device, rpe_matrix="sinusoidal")
@@ -465,9 +465,9 @@ def test_a_state_may_lie_in_one_buffer(device):
     """Side by side is no overlap."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, device)
-    sizes = [state.values.numel(), state.weights.numel()]
-    values, weights = torch.zeros(sum(sizes), dtype=torch.float64, device=device).split(sizes)
-    joined = replace(state, values=values.view_as(state.values), weights=weights.view_as(state.weights))
+    sizes = [state.kv_state.numel(), state.k_sum.numel()]
+    kv_state, k_sum = torch.zeros(sum(sizes), dtype=torch.float64, device=device).split(sizes)
+    joined = replace(state, kv_state=kv_state.view_as(state.kv_state), k_sum=k_sum.view_as(state.k_sum))
     for token in pieces(inputs):
         torch.testing.assert_close(fastmax.decoding.step_(*token, joined), fastmax.decoding.step_(*token, state))
     torch.testing.assert_close(joined.tensors(), state.tensors())
@@ -493,8 +493,8 @@ def operator_arguments(device, b=2, dv=7, dtype=torch.float32, mask=False, decay
     q, k, v = (torch.randn(b, *shape, device=device).to(dtype) for shape in ((4, 1, 5), (2, 1, 5), (2, 1, dv)))
     state = fastmax.decoding.init_state(b, 2, 5, dv, dtype=dtype, device=device, p=p)
     mask = torch.arange(b, device=device).view(b, 1) > 0 if mask else None
-    log_decay = -torch.rand(b, 2, 1, dtype=state.values.dtype, device=device) if decay else None
-    return q, k, v, state.values.normal_(), state.weights.uniform_(1, 2), mask, log_decay, *state.score
+    log_decay = -torch.rand(b, 2, 1, dtype=state.kv_state.dtype, device=device) if decay else None
+    return q, k, v, state.kv_state.normal_(), state.k_sum.uniform_(1, 2), mask, log_decay, *state.score
 
 
 @by_operator
@@ -504,9 +504,9 @@ def test_opcheck(call, operator, device):
 
 
 def test_opcheck_of_a_state_that_is_not_contiguous(device):
-    q, k, v, values, weights, *rest = operator_arguments(device)
-    values, weights = values.mT.contiguous().mT, weights.repeat_interleave(2, 2)[..., ::2]
-    torch.library.opcheck(torch.ops.fastmax.decode_step.default, (q, k, v, values, weights, *rest))
+    q, k, v, kv_state, k_sum, *rest = operator_arguments(device)
+    kv_state, k_sum = kv_state.mT.contiguous().mT, k_sum.repeat_interleave(2, 2)[..., ::2]
+    torch.library.opcheck(torch.ops.fastmax.decode_step.default, (q, k, v, kv_state, k_sum, *rest))
 
 
 PREFILLS = {
@@ -531,10 +531,10 @@ def prefill_arguments(
     inputs, _ = make_inputs(case, dtype, device, layout)
     state = fastmax.decoding.init_state(b, 2, d, dv, dtype=dtype, device=device, p=p, temperature=2.0)
     mask = torch.rand(b, n, device=device) > 0.3 if mask else None
-    log_decay = -torch.rand(b, 2, n, dtype=state.values.dtype, device=device) if decay else None
+    log_decay = -torch.rand(b, 2, n, dtype=state.kv_state.dtype, device=device) if decay else None
     position = torch.arange(n, device=device)
     first = torch.where(torch.rand(b, 2, n, device=device) < 0.2, position, -1).cummax(-1)[0].to(torch.int32) if first else None
-    return *inputs.values(), mask, log_decay, first, state.values.normal_(), state.weights.uniform_(1, 2), *state.score, False
+    return *inputs.values(), mask, log_decay, first, state.kv_state.normal_(), state.k_sum.uniform_(1, 2), *state.score, False
 
 
 @pytest.mark.parametrize("call", PREFILLS)
@@ -547,12 +547,12 @@ def test_opcheck_prefill(call, device):
 
 
 def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
-    *first, values, weights, scale, a0, a1, a2, p, tf32 = prefill_arguments(device)
-    values, weights = values.mT.contiguous().mT, weights.repeat_interleave(2, 2)[..., ::2]
-    torch.library.opcheck(torch.ops.fastmax.prefill.default, (*first, values, weights, scale, a0, a1, a2, p, tf32))
+    *first, kv_state, k_sum, scale, a0, a1, a2, p, tf32 = prefill_arguments(device)
+    kv_state, k_sum = kv_state.mT.contiguous().mT, k_sum.repeat_interleave(2, 2)[..., ::2]
+    torch.library.opcheck(torch.ops.fastmax.prefill.default, (*first, kv_state, k_sum, scale, a0, a1, a2, p, tf32))
 
 
-# Positions of a prefill's arguments that have gradients: q, k, v, log_decay, values, weights.
+# Positions of a prefill's arguments that have gradients: q, k, v, log_decay, kv_state, k_sum.
 LEAVES = (0, 1, 2, 4, 6, 7)
 
 
@@ -564,19 +564,19 @@ def test_opcheck_of_a_prefill_that_is_recorded(call, device):
     torch.library.opcheck(torch.ops.fastmax.prefill.default, tuple(arguments))
 
 
-@pytest.mark.parametrize("given", ["all", "no grad_z", "values alone", "o alone"])
+@pytest.mark.parametrize("given", ["all", "no grad_z", "kv_state alone", "o alone"])
 @pytest.mark.parametrize("call", PREFILLS)
 def test_opcheck_prefill_backward(call, given, device):
     arguments = prefill_arguments(device, **PREFILLS[call])
-    o, z, values, weights = torch.ops.fastmax.prefill(*arguments)
-    grad_z, grad_values, grad_weights = (torch.randn_like(x) for x in (z, values, weights))
+    o, z, kv_state, k_sum = torch.ops.fastmax.prefill(*arguments)
+    grad_z, grad_kv_state, grad_k_sum = (torch.randn_like(x) for x in (z, kv_state, k_sum))
     if given in ("no grad_z", "o alone"):
         grad_z = None
-    if given in ("values alone", "o alone"):
-        grad_weights = None
+    if given in ("kv_state alone", "o alone"):
+        grad_k_sum = None
     if given == "o alone":
-        values = weights = grad_values = None
-    inputs = torch.randn_like(o), grad_z, grad_values, grad_weights, *arguments[:3], o, z, values, weights, *arguments[3:]
+        kv_state = k_sum = grad_kv_state = None
+    inputs = torch.randn_like(o), grad_z, grad_kv_state, grad_k_sum, *arguments[:3], o, z, kv_state, k_sum, *arguments[3:]
     torch.library.opcheck(torch.ops.fastmax.prefill_backward.default, inputs)
 
 
@@ -589,9 +589,9 @@ def prefill_gradients(function, arguments, seed=0):
     return torch.autograd.grad(outputs, leaves, grads)
 
 
-def recorded_prefill(q, k, v, mask, log_decay, first, values, weights, *options):
+def recorded_prefill(q, k, v, mask, log_decay, first, kv_state, k_sum, *options):
     call = Call(Score(*options[:5]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
-    return eager.forward_from_state(q, k, v, call, values, weights)
+    return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
 
 
 COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 1.0, 0.5), "a2 = 0": (1.0, 0.1, 0.0), "a1 < 0": (1.0, -0.1, 0.3),
@@ -622,9 +622,9 @@ def test_the_gradient_of_prefill_is_that_of_the_recorded_operations(n, coefficie
 def test_a_direct_prefill_records(index, device):
     arguments = list(prefill_arguments(device, decay=True))
     arguments[index] = arguments[index].clone().requires_grad_()
-    o, z, values, weights = torch.ops.fastmax.prefill(*arguments)
-    assert o.requires_grad and z.requires_grad and values.requires_grad and weights.requires_grad
-    for x in (o, z, values, weights):
+    o, z, kv_state, k_sum = torch.ops.fastmax.prefill(*arguments)
+    assert o.requires_grad and z.requires_grad and kv_state.requires_grad and k_sum.requires_grad
+    for x in (o, z, kv_state, k_sum):
         (grad,) = torch.autograd.grad(x.sum(), arguments[index], retain_graph=True)
         assert grad.shape == arguments[index].shape and grad.isfinite().all()
     with torch.no_grad():
@@ -647,7 +647,7 @@ def test_prefill_under_torch_func_and_forward_mode(device):
 
     def loss(q):
         o, state = fastmax.decoding.prefill(q, k, v, new_state(CASE, device))
-        return (o * grad_o).sum() + state.values.sum()
+        return (o * grad_o).sum() + state.kv_state.sum()
 
     (expected,) = torch.autograd.grad(loss(leaf := q.clone().requires_grad_()), leaf)
     torch.testing.assert_close(torch.func.grad(loss)(q), expected)
@@ -670,7 +670,7 @@ def test_gradients_of_any_split_are_those_of_one_call(p, device):
         for q, k, v, decay, keep in zip(*(x.split(sizes, dim=2) for x in leaves), mask.split(sizes, dim=1), strict=True):
             o, state = fastmax.decoding.prefill(q, k, v, state, log_decay=decay, attention_mask=keep)
             outputs.append(o)
-        loss = (torch.cat(outputs, dim=2) * grad_o).sum() + state.values.square().sum() + state.weights.square().sum()
+        loss = (torch.cat(outputs, dim=2) * grad_o).sum() + state.kv_state.square().sum() + state.k_sum.square().sum()
         return torch.autograd.grad(loss, leaves)
 
     whole = gradients(case.n)
@@ -751,13 +751,13 @@ def test_compiled_prefill(device, fresh_dynamo):
     expected_o, expected = fastmax.decoding.prefill(*inputs.values(), state, log_decay=log_decay)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
-    leaves = [x.requires_grad_() for x in (*inputs.values(), log_decay, state.values, state.weights)]
+    leaves = [x.requires_grad_() for x in (*inputs.values(), log_decay, state.kv_state, state.k_sum)]
     calls.operators.clear()
     grads = []
     for function in (compiled, fastmax.decoding.prefill):
         o, after = function(*inputs.values(), state, log_decay=log_decay)
         torch.testing.assert_close(o, expected_o)
-        loss = o.square().sum() + 1e-3 * after.values.square().sum() + 1e-3 * after.weights.square().sum()
+        loss = o.square().sum() + 1e-3 * after.kv_state.square().sum() + 1e-3 * after.k_sum.square().sum()
         grads.append(torch.autograd.grad(loss, leaves))
     torch.testing.assert_close(*grads)
     assert "fastmax.prefill.default" in calls.operators
@@ -877,14 +877,14 @@ BAD_TOKENS = {
     "another device": ({"state": init_state(2, 2, 5, device="meta")}, ValueError, "state's device meta, got cpu"),
     "another order": (
         {"state": replace(fastmax.decoding.init_state(2, 2, 5), score=fastmax.decoding.init_state(2, 2, 5, p=1).score)},
-        ValueError, r"state must have values \(2, 2, 6, 5\)",
+        ValueError, r"state must have kv_state \(2, 2, 6, 5\)",
     ),
     "one row": (
         {"state": fastmax.decoding.init_state(2, 2, 5).map(lambda x: x[:, :, :1])},
-        ValueError, r"state must have values \(2, 2, 21, 5\)",
+        ValueError, r"state must have kv_state \(2, 2, 21, 5\)",
     ),
-    "weights of another batch": (
-        {"state": replace(init_state(2, 2, 5), weights=torch.zeros(1, 2, 21))}, ValueError, r"weights \(2, 2, 21\)",
+    "k_sum of another batch": (
+        {"state": replace(init_state(2, 2, 5), k_sum=torch.zeros(1, 2, 21))}, ValueError, r"k_sum \(2, 2, 21\)",
     ),
     "sums in half": ({"state": fastmax.decoding.init_state(2, 2, 5).map(torch.Tensor.half)}, ValueError, "of torch.float32"),
 }  # fmt: skip
@@ -949,7 +949,7 @@ def test_launch_limits(b, hk, group, d, dv):
 @pytest.mark.parametrize("states", [1, 3, 400], ids=lambda n: f"{n} states")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 def test_in_place_kernels_give_the_same_bits(dtype, states, group, p):
-    """Few states: each is cut into slices of columns, all of which read the weights that one step writes. 400: none is cut.
+    """Few states: each is cut into slices of columns, all of which read the k_sum that one step writes. 400: none is cut.
     Products of two bfloat16 are exact in float32, those of two float32 are rounded."""
     case = Case("", n=5, b=states, h=group, hk=1, d=64, dv=128)
     inputs, _ = make_inputs(case, dtype, "cuda")
@@ -965,17 +965,17 @@ def test_in_place_kernels_give_the_same_bits(dtype, states, group, p):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("in_values", ["weights", "k"])
-def test_the_in_place_operator_refuses_shared_memory_on_cuda(in_values):
-    q, k, v, values, weights, *rest = operator_arguments("cuda")
+@pytest.mark.parametrize("in_state", ["k_sum", "k"])
+def test_the_in_place_operator_refuses_shared_memory_on_cuda(in_state):
+    q, k, v, kv_state, k_sum, *rest = operator_arguments("cuda")
     with pytest.raises(RuntimeError, match="contiguous"):
-        torch.ops.fastmax.decode_step_(q, k, v, values.mT.contiguous().mT, weights, *rest)
-    if in_values == "weights":
-        weights = values.flatten()[: weights.numel()].view(weights.shape)
+        torch.ops.fastmax.decode_step_(q, k, v, kv_state.mT.contiguous().mT, k_sum, *rest)
+    if in_state == "k_sum":
+        k_sum = kv_state.flatten()[: k_sum.numel()].view(k_sum.shape)
     else:
-        k = values.flatten()[: k.numel()].view(k.shape)
+        k = kv_state.flatten()[: k.numel()].view(k.shape)
     with pytest.raises(RuntimeError, match="overlap"):
-        torch.ops.fastmax.decode_step_(q, k, v, values, weights, *rest)
+        torch.ops.fastmax.decode_step_(q, k, v, kv_state, k_sum, *rest)
 
 
 @pytest.mark.cuda

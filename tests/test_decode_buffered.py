@@ -86,7 +86,7 @@ def test_every_dtype(dtype, device):
     assert_within_contract("o", actual, definition(**inputs, causal=True, log_decay=log_decay), exact)
     if device.type != "cpu":  # `flushed` runs the kernels of prefill, which round products of 16-bit tokens
         return
-    for x, y in ((flushed(state).values, sums.values), (flushed(state).weights, sums.weights)):
+    for x, y in ((flushed(state).kv_state, sums.kv_state), (flushed(state).k_sum, sums.k_sum)):
         assert (x.double() - y).norm() <= (1e-12 if dtype == torch.float64 else 3e-6) * y.norm()
 
 
@@ -110,8 +110,8 @@ def test_what_a_masked_token_holds_leaves_no_trace(flush_interval, window, decay
         inputs[name].masked_fill_(masked, held)  # in place: equal bits need equal addresses
     for (actual, same), (outputs, state) in zip(all_ways(), expected, strict=True):
         assert torch.equal(actual, outputs) and outputs.isfinite().all()
-        assert torch.equal(flushed(same).values, flushed(state).values)
-        assert torch.equal(flushed(same).weights, flushed(state).weights)
+        assert torch.equal(flushed(same).kv_state, flushed(state).kv_state)
+        assert torch.equal(flushed(same).k_sum, flushed(state).k_sum)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -138,9 +138,9 @@ def test_the_sums_are_written_at_every_fourth_token():
     inputs, _ = make_inputs(CASE, torch.float64)
     state, written, counts = new_state(CASE, 2, 4), [], []
     for token in pieces(inputs):
-        before = state.values.clone()
+        before = state.kv_state.clone()
         fastmax.decoding.step_(*token, state)
-        written.append(not torch.equal(state.values, before))
+        written.append(not torch.equal(state.kv_state, before))
         counts.append(state.buffered.unique().tolist())
     # The fourth to leave the window is buffered; the step after it takes all four in. Two of the first have no token in them.
     assert counts == [[1], [2], [3], [4]] * 4
@@ -170,7 +170,7 @@ def test_gradients(device):
         leaves = {name: x.clone().requires_grad_() for name, x in (inputs | {"log_decay": log_decay}).items()}
         decays = leaves["log_decay"]
         o, _ = advance({name: leaves[name] for name in inputs}, [1, 4, 1, 3], state, log_decay=decays)
-        grads.append(torch.autograd.grad(o.square().sum(), [*leaves.values(), state.values, state.weights]))
+        grads.append(torch.autograd.grad(o.square().sum(), [*leaves.values(), state.kv_state, state.k_sum]))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-8, atol=1e-10)
 
 
@@ -307,7 +307,7 @@ def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
     decays[0, :, window // 2] = -torch.inf
     count = torch.full((3, hk), buffered, dtype=torch.int32, device="cuda")
     count[1] = flush_interval  # entries of their own
-    return [state.values.to(wide), state.weights.to(wide), *near, mask, decays, count]
+    return [state.kv_state.to(wide), state.k_sum.to(wide), *near, mask, decays, count]
 
 
 @pytest.mark.cuda
@@ -335,10 +335,10 @@ def test_the_kernel(p, window, flush_interval, buffered, dtype, d, dv):
             new = [x.clone() for x in state]
             twice.append((torch.ops.fastmax.buffered_step_(q, k, v, *new, mask, log_decay, window, *score), *new))
         assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
-        o, values, weights, *kept, count = twice[0]
+        o, kv_state, k_sum, *kept, count = twice[0]
         limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
         assert o.dtype == dtype and o.shape == (3, h, 1, dv) and relative(o, exact) <= limit
-        for x, y in ((values, exactly_of[0]), (weights, exactly_of[1])):
+        for x, y in ((kv_state, exactly_of[0]), (k_sum, exactly_of[1])):
             assert relative(x, y) <= (1e-12 if dtype == torch.float64 else 2e-6)
         assert torch.equal(count, exactly_of[-1])
         there = torch.arange(window + flush_interval, device="cuda") < window + count.unsqueeze(-1)

@@ -102,7 +102,7 @@ def test_to_dtype(to, device):
     torch.testing.assert_close(proceed(half, narrow), exact.bfloat16())
 
     double = to(state, torch.float64).to(device)
-    assert double.values.dtype == double.weights.dtype == torch.float64
+    assert double.kv_state.dtype == double.k_sum.dtype == torch.float64
     assert to(a_state(device, torch.float32)[0], torch.float64).positions.dtype == torch.int64
     torch.testing.assert_close(proceed(double, {name: x.double() for name, x in rest.items()}).float(), proceed(state, rest))
     assert_same_states(double.to(torch.float32), state)
@@ -194,9 +194,9 @@ def test_every_tensor_is_mapped():
     """A tensor that is added to the state must not stay behind where the others are moved, cut or saved."""
     state, _ = a_state()
     inside = {field.name for field in fields(state) if isinstance(getattr(state, field.name), torch.Tensor)}
-    assert inside == set(state.tensors()) == {"values", "weights", "positions"}
+    assert inside == set(state.tensors()) == {"kv_state", "k_sum", "positions"}
     assert all(x.shape[0] == CASE.b for x in state.tensors().values())
-    assert a_state(option="defaults")[0].tensors().keys() == {"values", "weights"}
+    assert a_state(option="defaults")[0].tensors().keys() == {"kv_state", "k_sum"}
     assert state.nbytes == sum(x.numel() * x.element_size() for x in state.tensors().values())
 
 
@@ -208,9 +208,9 @@ def test_clone_and_detach():
     cut = state.detach()
     assert not any(x.requires_grad for x in cut.tensors().values())
     assert_same_states(cut, state)
-    assert cut.values.data_ptr() == state.values.data_ptr() != state.clone().values.data_ptr()
-    turned = replace(cut, values=cut.values.mT.contiguous().mT)
-    assert turned.clone().values.is_contiguous() and torch.equal(turned.clone().values, cut.values)
+    assert cut.kv_state.data_ptr() == state.kv_state.data_ptr() != state.clone().kv_state.data_ptr()
+    turned = replace(cut, kv_state=cut.kv_state.mT.contiguous().mT)
+    assert turned.clone().kv_state.is_contiguous() and torch.equal(turned.clone().kv_state, cut.kv_state)
 
 
 def test_states_are_compared_by_identity():
@@ -267,6 +267,6 @@ def test_gradient_by_torch_func():
     state, rest = a_state(option="normalize=token")
     token = next(pieces(rest))
     grad = torch.func.grad(lambda state: fastmax.decoding.step(*token, state)[0].sum())(state)
-    leaf = replace(state, values=state.values.clone().requires_grad_())
-    (expected,) = torch.autograd.grad(fastmax.decoding.step(*token, leaf)[0].sum(), leaf.values)
-    torch.testing.assert_close(grad.values, expected)
+    leaf = replace(state, kv_state=state.kv_state.clone().requires_grad_())
+    (expected,) = torch.autograd.grad(fastmax.decoding.step(*token, leaf)[0].sum(), leaf.kv_state)
+    torch.testing.assert_close(grad.kv_state, expected)

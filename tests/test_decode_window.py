@@ -171,7 +171,7 @@ def test_constant_size(device):
     _, state = fastmax.decoding.prefill(*inputs.values(), start)
     _, after = fastmax.decoding.step(*first_token(inputs), state)
     for x in (start, state, after):
-        assert {name: tuple(tensor.shape) for name, tensor in x.tensors().items() if "near" in name} == shapes
+        assert {name: tuple(tensor.shape) for name, tensor in x.tensors().items() if "local" in name} == shapes
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in x.tensors().values()), "nothing beside it"
         assert x.nbytes == start.nbytes
 
@@ -216,7 +216,7 @@ def test_to_dtype(device):
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         other = state.to(dtype)
         assert other.local_keys.dtype == other.local_values.dtype == dtype
-        assert other.local_decays.dtype == other.values.dtype == wide and other.local_mask.dtype == torch.bool
+        assert other.local_decays.dtype == other.kv_state.dtype == wide and other.local_mask.dtype == torch.bool
         token = [x.to(dtype) for x in first_token(inputs)]
         expected, _ = fastmax.decoding.step(*first_token(inputs), state)
         torch.testing.assert_close(fastmax.decoding.step(*token, other)[0].float(), expected, rtol=0.03, atol=0.03)

@@ -291,50 +291,50 @@ def test_carried_state(library, d, decay):
     n, before, options = 300, 90, (SCALE, *POLYNOMIAL, 2, False)
     operators = torch.ops.fastmax
     q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, d)))
-    values, weights, _ = operators.state_of_keys(
+    kv_state, k_sum, _ = operators.state_of_keys(
         bounded(1, 1, before, d).double(), torch.randn(1, 1, before, d).double(), None, None, None, *options, False
     )
-    values, weights = values.float(), weights.float()
+    kv_state, k_sum = kv_state.float(), k_sum.float()
     grad_o, grad_z = torch.randn(1, 1, n, d).bfloat16(), None
-    grad_new_values, grad_new_weights = torch.randn_like(values) / before, torch.randn_like(weights) / before
+    grad_new_kv_state, grad_new_k_sum = torch.randn_like(kv_state) / before, torch.randn_like(k_sum) / before
     log_decay = None if decay is None else make_decay(decay, 1, 1, n)
 
     wide = [x.double() for x in (q, k, v)]
     accompanying = (None, None if log_decay is None else log_decay.double(), None)
-    state = (values.double(), weights.double())
-    o, z, new_values, new_weights = operators.prefill(*wide, *accompanying, *state, *options)
+    state = (kv_state.double(), k_sum.double())
+    o, z, new_kv_state, new_k_sum = operators.prefill(*wide, *accompanying, *state, *options)
     gradients = operators.prefill_backward(
-        grad_o.double(), grad_z, grad_new_values.double(), grad_new_weights.double(), *wide, o, z, new_values, new_weights,
+        grad_o.double(), grad_z, grad_new_kv_state.double(), grad_new_k_sum.double(), *wide, o, z, new_kv_state, new_k_sum,
         *accompanying, *state, *options,
     )  # fmt: skip
     names = (
         "o",
         "z",
-        "new_values",
-        "new_weights",
+        "new_kv_state",
+        "new_k_sum",
         "grad_q",
         "grad_k",
         "grad_v",
         "grad_log_decay",
-        "grad_values",
-        "grad_weights",
+        "grad_kv_state",
+        "grad_k_sum",
     )
-    exact = dict(zip(names, (o, z, new_values, new_weights, *gradients), strict=True))
+    exact = dict(zip(names, (o, z, new_kv_state, new_k_sum, *gradients), strict=True))
 
-    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "values": values, "weights": weights}
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "kv_state": kv_state, "k_sum": k_sum}
     numbers = dict(
         scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=True, sm_count=MULTIPROCESSORS, schedule=3
     )
     results = {"o": nan_like(q), "z": torch.full((1, 1, n), torch.nan)}
-    results |= {"new_values": nan_like(values), "new_weights": nan_like(weights)}
+    results |= {"new_kv_state": nan_like(kv_state), "new_k_sum": nan_like(k_sum)}
     assert library.run("linear from a state", "forward", given | results, **numbers) == "linear2_sm90"
-    given |= results | {"grad_o": grad_o, "grad_new_values": grad_new_values, "grad_new_weights": grad_new_weights}
+    given |= results | {"grad_o": grad_o, "grad_new_kv_state": grad_new_kv_state, "grad_new_k_sum": grad_new_k_sum}
     gradients = {
         "grad_q": q,
         "grad_k": k,
         "grad_v": v,
-        "grad_values": values,
-        "grad_weights": weights,
+        "grad_kv_state": kv_state,
+        "grad_k_sum": k_sum,
         "grad_log_decay": log_decay,
     }
     gradients = {name: nan_like(x) for name, x in gradients.items() if x is not None}

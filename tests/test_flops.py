@@ -156,8 +156,8 @@ def test_decoding():
     assert count(lambda: ops.state_of_keys(k, v, call)) == 2 * 3 * 2 * n * (4 + 10) * 5
     g, e = ops.gradients_of_sums(o, None, o, z)
     assert count(lambda: ops.state_of_queries(g, e, q, k, v, call)) == 2 * 3 * 6 * n * (4 + 10) * 5
-    nothing, sums = torch.empty(3, 2, 0, dtype=torch.uint8), (state.values, state.weights)
-    assert count(lambda: ops.prefill_kept_(q, k, v, call, *sums, nothing)) == n * expected + 2 * (4 + 5) * pairs
+    nothing, sums = torch.empty(3, 2, 0, dtype=torch.uint8), (state.kv_state, state.k_sum)
+    assert count(lambda: ops.prefill_saved_(q, k, v, call, *sums, nothing)) == n * expected + 2 * (4 + 5) * pairs
     backward = 2 * 3 * (3 * 2 + 2 * 6) * n * (4 + 10) * 5 + 2 * (3 * 4 + 2 * 5) * pairs
     of_queries = count(lambda: ops.prefill_backward_of_queries(g, e, q, k, v, call, *sums))
     of_keys = count(lambda: ops.prefill_backward_of_keys_(g, e, sums, q, k, v, call, None, None, nothing))

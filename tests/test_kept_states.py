@@ -1,4 +1,4 @@
-"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_kept_` and
+"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_saved_` and
 `prefill_backward_of_keys_` make of them, against float64 on poisoned memory. Sizes as in tests/test_prefill_kernels.py."""
 
 import pytest
@@ -18,40 +18,40 @@ OPERATORS = torch.ops.fastmax
 CASES = {name: case for name, case in CASES.items() if case.p == 2}
 
 
-def is_kept(k, kept):
-    return kept.shape[:2] == k.shape[:2] and kept.numel() > 0
+def is_saved(k, saved):
+    return saved.shape[:2] == k.shape[:2] and saved.numel() > 0
 
 
-def kept_of_keys(given):
+def saved_of_keys(given):
     _, k, v, mask, log_decay, first, _, _, *options = given
-    *state, kept = OPERATORS.state_of_keys(k, v, mask, log_decay, first, *options, True)
-    return state, kept
+    *state, saved = OPERATORS.state_of_keys(k, v, mask, log_decay, first, *options, True)
+    return state, saved
 
 
 def forward(given):
-    """Output and denominators, by what is kept."""
-    *tokens, values, weights = given[:8]
+    """Output and denominators, by what is saved."""
+    *tokens, kv_state, k_sum = given[:8]
     verify.poison_free_memory(DEVICE)
-    _, kept = kept_of_keys(given)
-    assert is_kept(given[1], kept)
+    _, saved = saved_of_keys(given)
+    assert is_saved(given[1], saved)
     verify.poison_free_memory(DEVICE)
-    return OPERATORS.prefill_kept_(*tokens, values, weights, kept, *given[8:])
+    return OPERATORS.prefill_saved_(*tokens, kv_state, k_sum, saved, *given[8:])
 
 
 def backward(given, o, z, grads, whole):
     """Gradients of q, k, v and log_decay, likewise; whole: those of the call in one piece."""
-    q, k, v, mask, log_decay, first, values, weights, *options = given
+    q, k, v, mask, log_decay, first, kv_state, k_sum, *options = given
     verify.poison_free_memory(DEVICE)
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
-    *_, kept = OPERATORS.state_of_queries(g, e, q, k, v, log_decay, first, *options, True)
-    assert is_kept(k, kept)
+    *_, saved = OPERATORS.state_of_queries(g, e, q, k, v, log_decay, first, *options, True)
+    assert is_saved(k, saved)
     verify.poison_free_memory(DEVICE)
     tokens = q, k, v, mask, log_decay, first
-    grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, values, weights, *options)
+    grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, kv_state, k_sum, *options)
     of_state = list(grads.values())[2:]
     of_states = pairs_of(whole["new"], of_state, given[6:8], whole["of_state"])
     verify.poison_free_memory(DEVICE)
-    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, pairs, of_states, kept, *options)
+    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, pairs, of_states, saved, *options)
     return [x for x in (grad_q, *of_keys) if x.shape != (0,)]
 
 
@@ -108,8 +108,8 @@ def test_expanded_tensors(expanded, d):
     check(given, "bf16")
     expected = forward(copied)
     for keys_of, going_on in ((given, copied), (copied, given)):
-        _, kept = kept_of_keys(keys_of)
-        got = OPERATORS.prefill_kept_(*going_on[:8], kept, *going_on[8:])
+        _, saved = saved_of_keys(keys_of)
+        got = OPERATORS.prefill_saved_(*going_on[:8], saved, *going_on[8:])
         assert all(map(torch.equal, got, expected))
 
 
@@ -131,7 +131,7 @@ def test_the_state_is_that_of_keys_alone():
     for mode in ("bf16", "fp32"):
         given = arguments(Case(1300), mode)
         k, v, *options = given[1:3] + given[8:]
-        state, _ = kept_of_keys(given)
+        state, _ = saved_of_keys(given)
         *expected, nothing = OPERATORS.state_of_keys(k, v, None, None, None, *options, False)
         assert nothing.numel() == 0
         assert all(relative(x, y.double()) < 1e-4 for x, y in zip(state, expected, strict=True))
@@ -140,16 +140,16 @@ def test_the_state_is_that_of_keys_alone():
 def test_what_keeps_nothing():
     """And continues all the same, with the keys once more."""
     given = list(arguments(Case(300, p=1), "bf16"))
-    _, kept = kept_of_keys(given)
-    assert kept.shape == (2, 2, 0)
-    o, z = OPERATORS.prefill_kept_(*given[:8], kept, *given[8:])
+    _, saved = saved_of_keys(given)
+    assert saved.shape == (2, 2, 0)
+    o, z = OPERATORS.prefill_saved_(*given[:8], saved, *given[8:])
     assert all(map(torch.equal, (o, z), operator(given)[:2]))
     grads, tokens = output_grads(given), given[:6]
     expected = OPERATORS.prefill_backward(*grads.values(), *given[:3], o, z, None, None, *given[3:])[:3]
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
     of_q, _ = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *given[6:])
     of_state = list(grads.values())[2:]
-    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, None, None, kept, *given[8:])[:2]
+    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, None, None, saved, *given[8:])[:2]
     assert all(map(torch.equal, (of_q, *of_keys), expected)), "the same bits as in one piece"
 
 
@@ -160,10 +160,10 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
     """A state of zeros need not be given, nor added: the same bits as if it is."""
     given = list(arguments(Case(n, d, decay=decay), mode))
     zeros = [torch.zeros_like(x) for x in given[6:8]]
-    _, kept = kept_of_keys(given)
-    results = OPERATORS.prefill_kept_(*given[:6], None, None, kept, *given[8:])
-    _, kept = kept_of_keys(given)
-    for x, y in zip(results, OPERATORS.prefill_kept_(*given[:6], *zeros, kept, *given[8:]), strict=True):
+    _, saved = saved_of_keys(given)
+    results = OPERATORS.prefill_saved_(*given[:6], None, None, saved, *given[8:])
+    _, saved = saved_of_keys(given)
+    for x, y in zip(results, OPERATORS.prefill_saved_(*given[:6], *zeros, saved, *given[8:]), strict=True):
         assert relative(x, y.double()) <= rounding(mode)
     for x, y in zip(results, in_float64([*given[:6], *zeros, *given[8:]])[:2], strict=True):
         assert relative(x, y) <= rounding(mode)
@@ -172,12 +172,12 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
     tokens, options = given[:6], given[8:]
     for state in ((None, None), zeros):
         of_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *state, *options)
-        *_, kept = OPERATORS.state_of_queries(g, e, *tokens[:3], *tokens[4:], *options, True)
+        *_, saved = OPERATORS.state_of_queries(g, e, *tokens[:3], *tokens[4:], *options, True)
         of_states = torch.zeros(*tokens[1].shape[:2], 2, dtype=torch.float64, device=DEVICE)
-        of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *state, *tokens, pairs, of_states, kept, *options)
+        of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *state, *tokens, pairs, of_states, saved, *options)
         if state[0] is None:
             expected = (of_q, *of_keys)
-    grads["values"], grads["weights"] = map(torch.zeros_like, zeros)
+    grads["kv_state"], grads["k_sum"] = map(torch.zeros_like, zeros)
     exact = in_one_piece([*given[:6], *zeros, *given[8:]], grads)["gradients"]
     for x, y, z in zip((of_q, *of_keys), expected, exact, strict=False):
         assert relative(x, y.double()) <= 4 * rounding(mode) and relative(x, z) <= 4 * rounding(mode)
@@ -185,16 +185,16 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
 
 def test_what_was_kept_of_other_tokens_is_refused():
     given = arguments(Case(700), "bf16")
-    _, kept = kept_of_keys(arguments(Case(100), "bf16"))
+    _, saved = saved_of_keys(arguments(Case(100), "bf16"))
     with pytest.raises(
-        RuntimeError, match="kept must be what state_of_keys or state_of_queries kept of the same tokens, .* bytes"
+        RuntimeError, match="saved must be what state_of_keys or state_of_queries saved of the same tokens, .* bytes"
     ):
-        OPERATORS.prefill_kept_(*given[:8], kept, *given[8:])
+        OPERATORS.prefill_saved_(*given[:8], saved, *given[8:])
 
 
 def test_more_than_four_and_a_half_gib_is_not_kept():
     """Of heads of 128 channels, 65536 tokens of 32 take 4.8 GB in bf16."""
-    for heads, is_kept in ((32, True), (36, False)):
+    for heads, is_saved in ((32, True), (36, False)):
         k = torch.zeros(1, heads, 65_536, 128, dtype=torch.bfloat16, device=DEVICE)
-        *_, kept = OPERATORS.state_of_keys(k, k, None, None, None, 0.125, 1.0, 1.0, 0.5, 2, False, True)
-        assert (kept.numel() > 0) == is_kept
+        *_, saved = OPERATORS.state_of_keys(k, k, None, None, None, 0.125, 1.0, 1.0, 0.5, 2, False, True)
+        assert (saved.numel() > 0) == is_saved

@@ -247,7 +247,7 @@ def with_gradient_of_the_denominators(arguments, grad_o):
 
 def test_the_library_registers_every_operator():
     steps = ("decode_step", "decode_step_", "buffered_step_")
-    pieces = ("prefill_kept_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
+    pieces = ("prefill_saved_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
     states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *pieces)
     for name in ("forward", "backward", "merge_", "global_forward_", "global_backward_", *steps, *states, "finite_decay"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
@@ -757,7 +757,7 @@ def a_state(d, dv, hk, p, dtype):
     state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device=DEVICE, p=p, temperature=d**0.5)
     _, state = fastmax.decoding.prefill(k, k, v, state)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return state.values.to(wide), state.weights.to(wide)
+    return state.kv_state.to(wide), state.k_sum.to(wide)
 
 
 @pytest.mark.parametrize("d, dv", [(64, 64), (16, 16), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130)], ids=lambda x: str(x))
@@ -770,18 +770,18 @@ def test_decode_step(p, masked, fades, dtype, d, dv):
     if p == 1 and d == 1:
         pytest.skip("1 + s is not positive for one channel")
     for h, hk, layout in ((8, 2, verify.unaligned), (6, 3, torch.clone), (2, 2, verify.unaligned), (20, 1, torch.clone)):
-        values, weights = a_state(d, dv, hk, p, dtype)
-        before = values.clone(), weights.clone()
+        kv_state, k_sum = a_state(d, dv, hk, p, dtype)
+        before = kv_state.clone(), k_sum.clone()
         q, k, v = (layout(torch.randn(3, heads, 1, x, device=DEVICE).to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
         mask = torch.tensor([[True], [False], [True]], device=DEVICE) if masked else None
-        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=values.dtype, device=DEVICE) if fades else None
+        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=kv_state.dtype, device=DEVICE) if fades else None
         log_decay = None if log_decay is None else log_decay[:, None, None].expand(3, hk, 1)
         score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         verify.poison_free_memory(DEVICE)
-        actual = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, log_decay, *score)
+        actual = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score)
         wide = None if log_decay is None else log_decay.double()
-        exact = eager.decode_step(*(x.double() for x in (q, k, v, values, weights)), mask, wide, score)
-        assert torch.equal(values, before[0]) and torch.equal(weights, before[1])
+        exact = eager.decode_step(*(x.double() for x in (q, k, v, kv_state, k_sum)), mask, wide, score)
+        assert torch.equal(kv_state, before[0]) and torch.equal(k_sum, before[1])
         o, *state = actual
         assert o.dtype == dtype and o.shape == (3, h, 1, dv)
         limit = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
@@ -792,7 +792,7 @@ def test_decode_step(p, masked, fades, dtype, d, dv):
         if masked:
             for x, like in zip(state, before, strict=True):
                 assert torch.equal(x[1], like[1]) and not torch.equal(x[0], like[0])
-        again = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, log_decay, *score)
+        again = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score)
         assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
 
 

@@ -106,11 +106,11 @@ def arguments(case, mode):
 
 
 def in_float64(given):
-    q, k, v, mask, log_decay, first, values, weights = (
+    q, k, v, mask, log_decay, first, kv_state, k_sum = (
         x.double() if x is not None and x.is_floating_point() else x for x in given[:8]
     )
     call = Call(Score(*given[8:13]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
-    return eager.forward_from_state(q, k, v, call, values, weights)
+    return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
 
 
 def rounding(mode):
@@ -128,7 +128,7 @@ def check(given, mode):
     # fp32: tensor cores cut off what they add up, row after row; the output divides out most of that.
     limits = (rounding(mode), *(1e-4 if mode == "fp32" else rounding(mode),) * 2)
     limits = (limits[0], *limits)
-    for name, limit, x, y in zip(("o", "z", "values", "weights"), limits, actual, in_float64(given), strict=True):
+    for name, limit, x, y in zip(("o", "z", "kv_state", "k_sum"), limits, actual, in_float64(given), strict=True):
         assert x.shape == y.shape and x.dtype == (given[0].dtype if name == "o" else torch.float32), name
         if not y.any():  # the one token that is not forgotten is padding
             assert not x.any(), name
@@ -181,8 +181,8 @@ def test_states_of_one_column_and_of_all():
             for i in (6, 7):
                 given[i] = torch.randperm(given[i].numel(), device=DEVICE).view(given[i].shape).float()
             given[3] = torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)  # the token does not join
-            *_, values, weights = torch.ops.fastmax.prefill(*given)
-            assert torch.equal(values, given[6]) and torch.equal(weights, given[7]), (d, dv, mode, p)
+            *_, kv_state, k_sum = torch.ops.fastmax.prefill(*given)
+            assert torch.equal(kv_state, given[6]) and torch.equal(k_sum, given[7]), (d, dv, mode, p)
 
 
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
@@ -224,7 +224,7 @@ def test_an_empty_state_is_the_parallel_form(mode, precision):  # noqa: F811
     o, _ = fastmax.decoding.prefill(q, k, v, state)
     expected = fastmax.fastmax_attention(q, k, v, causal=True, algorithm="linear", temperature=8.0)
     assert relative(o, expected.double()) <= rounding(mode)
-    assert not state.values.any() and not state.weights.any()
+    assert not state.kv_state.any() and not state.k_sum.any()
 
 
 def test_a_state_of_any_strides():
@@ -239,14 +239,14 @@ def test_nothing_to_do(case):
     given = arguments(case._replace(n=max(case.n, 1), b=max(case.b, 1)), "bf16")
     given = [x[: case.b] if torch.is_tensor(x) else x for x in given]
     given[:3] = [x[:, :, : case.n] for x in given[:3]]
-    o, z, values, weights = torch.ops.fastmax.prefill(*given)
+    o, z, kv_state, k_sum = torch.ops.fastmax.prefill(*given)
     assert (
         o.shape == given[0].shape
         and z.shape == o.shape[:3]
-        and torch.equal(values, given[6])
-        and torch.equal(weights, given[7])
+        and torch.equal(kv_state, given[6])
+        and torch.equal(k_sum, given[7])
     )
-    assert case.b == 0 or (values.data_ptr() != given[6].data_ptr() and weights.data_ptr() != given[7].data_ptr())
+    assert case.b == 0 or (kv_state.data_ptr() != given[6].data_ptr() and k_sum.data_ptr() != given[7].data_ptr())
 
 
 def test_what_is_covered(monkeypatch):
@@ -299,17 +299,17 @@ def test_compiled(fresh_dynamo):
 
 # ---- gradients
 
-LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "values": 6, "weights": 7}  # of arguments()
-OUTPUTS = ("o", "z", "values", "weights")
+LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "kv_state": 6, "k_sum": 7}  # of arguments()
+OUTPUTS = ("o", "z", "kv_state", "k_sum")
 
 
 def output_grads(given, outputs=OUTPUTS):
     """By name: of outputs of the arguments' sizes, in their dtypes."""
-    q, v, values, weights = given[0], given[2], given[6], given[7]
+    q, v, kv_state, k_sum = given[0], given[2], given[6], given[7]
     generator = torch.Generator(DEVICE).manual_seed(7)
-    shapes = {"o": (*q.shape[:3], v.shape[3]), "z": q.shape[:3], "values": values.shape, "weights": weights.shape}
+    shapes = {"o": (*q.shape[:3], v.shape[3]), "z": q.shape[:3], "kv_state": kv_state.shape, "k_sum": k_sum.shape}
     # About as large as what the other queries would want of the state.
-    sizes = {"o": 1.0, "z": 1e-3, "values": 1e-3, "weights": 1e-3}
+    sizes = {"o": 1.0, "z": 1e-3, "kv_state": 1e-3, "k_sum": 1e-3}
     grads = {name: sizes[name] * torch.randn(shape, generator=generator, device=DEVICE) for name, shape in shapes.items()}
     return {name: grads[name].to(q.dtype if name == "o" else torch.float32) for name in outputs}
 
@@ -379,7 +379,7 @@ def test_gradients_of_a_group(h, mode, precision):  # noqa: F811
     check_gradients(arguments(Case(520, h=h, mask=True, decay="ordinary"), mode), mode)
 
 
-@pytest.mark.parametrize("outputs", [("o",), ("values",), ("weights",), ("z",), ("o", "weights")], ids="+".join)
+@pytest.mark.parametrize("outputs", [("o",), ("kv_state",), ("k_sum",), ("z",), ("o", "k_sum")], ids="+".join)
 def test_gradients_of_some_outputs(outputs):
     """The others count as zeros."""
     check_gradients(arguments(Case(300, decay="ordinary"), "fp32"), "fp32", outputs)
@@ -395,7 +395,7 @@ def test_gradients_where_a_coefficient_is_zero(coefficients, mode, precision):  
     """What no query reads of a state has a gradient all the same, and goes through it."""
     given = list(arguments(Case(300, decay="ordinary"), mode))
     given[9:12] = COEFFICIENTS[coefficients]
-    check_gradients(given, mode, ("o", "values", "weights"))
+    check_gradients(given, mode, ("o", "kv_state", "k_sum"))
 
 
 @by_mode
@@ -430,7 +430,7 @@ def test_a_forgotten_state_has_no_gradient(mode, precision):  # noqa: F811
     given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
     actual = gradients(operator, given, grads)
     assert all(torch.equal(actual[name], x) for name, x in expected.items())
-    assert not actual["values"].any() and not actual["weights"].any()
+    assert not actual["kv_state"].any() and not actual["k_sum"].any()
 
 
 def test_the_gradient_of_a_state_goes_through_padding():
@@ -439,7 +439,7 @@ def test_the_gradient_of_a_state_goes_through_padding():
         for mode, p in product(("bf16", "fp32"), (1, 2)):
             given = list(arguments(Case(300, d, dv, b=1, h=2, hk=2, p=p), mode))
             given[3] = torch.zeros(1, 300, dtype=torch.bool, device=DEVICE)
-            grads = output_grads(given, ("values", "weights"))
+            grads = output_grads(given, ("kv_state", "k_sum"))
             actual = gradients(operator, given, grads)
             for name, x in grads.items():
                 torch.testing.assert_close(actual[name], x, rtol=1e-6, atol=0.0)
@@ -456,15 +456,15 @@ def test_gradients_in_phases(d, h, n, p, decay):
     o, z, *state = torch.ops.fastmax.eager_prefill(*wide)
     grads_and_tokens = (grads["o"].float(), *list(grads.values())[1:], *wide[:3])
     exact = torch.ops.fastmax.eager_prefill_backward(*grads_and_tokens, o, z, *state, *wide[3:])
-    exact = dict(zip(("q", "k", "v", "log_decay", "values", "weights"), exact, strict=True))
+    exact = dict(zip(("q", "k", "v", "log_decay", "kv_state", "k_sum"), exact, strict=True))
     compare(gradients(operator, given, grads), exact, "bf16")
 
 
 def test_a_captured_gradient():
     given = arguments(Case(600, decay="ordinary"), "bf16")
-    o, z, values, weights = torch.ops.fastmax.prefill(*given)
+    o, z, kv_state, k_sum = torch.ops.fastmax.prefill(*given)
     grads = output_grads(given)
-    inputs = *grads.values(), *given[:3], o, z, values, weights, *given[3:]
+    inputs = *grads.values(), *given[:3], o, z, kv_state, k_sum, *given[3:]
     graph, outputs = capture(lambda: torch.ops.fastmax.prefill_backward(*inputs))
     for factor in (1.5, 0.5):
         for x in grads.values():
@@ -484,6 +484,6 @@ def test_compiled_gradients(fresh_dynamo):
         results = []
         for function in (compiled, fastmax.decoding.prefill):
             o, after = function(q, k, v, state, log_decay=log_decay)
-            loss = o.float().square().sum() + 1e-3 * after.values.sum() + 1e-3 * after.weights.sum()
+            loss = o.float().square().sum() + 1e-3 * after.kv_state.sum() + 1e-3 * after.k_sum.sum()
             results.append(torch.autograd.grad(loss, leaves))
         torch.testing.assert_close(*results)

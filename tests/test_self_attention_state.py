@@ -277,7 +277,7 @@ def test_cat_of_decode_states():
         assert torch.equal(x, torch.cat([getattr(other, name) for other in states])), name
     for others, error, message in (
         ([], ValueError, "states must hold at least one DecodeState, got none"),
-        ([states[0], states[0].values], TypeError, r"states\[1\] must be a DecodeState, got"),
+        ([states[0], states[0].kv_state], TypeError, r"states\[1\] must be a DecodeState, got"),
         ([states[0], after(2, exact_window=4)], ValueError, r"states\[1\] must have the exact_window of states\[0\], 3, got 4"),
         ([states[0], after(2, temperature=2.0)], ValueError, r"states\[1\] must have the score of states\[0\]"),
         ([states[0], states[1].to(torch.float32)], ValueError, r"states\[1\] must have the dtype of states\[0\]"),

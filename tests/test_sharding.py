@@ -166,7 +166,7 @@ def recorded(kv_heads: int) -> list[tuple]:
             options = {"exact_window": 3} if flush_interval > 1 else {}
             state = init_state(B, kv_heads, D, DV, dtype=torch.float64, flush_interval=flush_interval, **options)
             o, state = prefill(q, k, v, state, log_decay=log_decay)
-            (o.sum() + state.values.sum()).backward()
+            (o.sum() + state.kv_state.sum()).backward()
             with torch.no_grad():
                 token = [x[:, :, :1] for x in (q, k, v)]
                 _, state = step(*token, state, log_decay=log_decay[..., :1])
@@ -181,16 +181,16 @@ def recorded(kv_heads: int) -> list[tuple]:
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
         score = (0.5, 1.0, 1.0, 0.5, 2, False)
-        *sums, kept = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, *score, True)
+        *sums, saved = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, *score, True)
         z = lse.exp()
         with torch.no_grad():
             tokens = q, k, v, mask, decays, first
-            torch.ops.fastmax.prefill_kept_(*tokens, *sums, kept, *score)
+            torch.ops.fastmax.prefill_saved_(*tokens, *sums, saved, *score)
             g, e = torch.ops.fastmax.gradients_of_sums(o, None, o, z)
             torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, *score, True)
             _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score)
             of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
-            torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, kept, *score)
+            torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, saved, *score)
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())
         far = (mask, decays, first, *score[:-1], "linear", False)
         with torch.no_grad():
@@ -255,7 +255,7 @@ def check_refusals(group):
     other = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("other",))
     state = init_state(B, 4, D, DV, dtype=torch.float64)
     token = [x[:, :, :1].full_tensor() for x in (q, k, v)]
-    values, weights = (distribute_tensor(x, mesh, [Shard(2)]) for x in (state.values, state.weights))
+    kv_state, k_sum = (distribute_tensor(x, mesh, [Shard(2)]) for x in (state.kv_state, state.k_sum))
     return messages(
         [
             lambda: fastmax_attention(q, k.full_tensor(), v),
@@ -266,7 +266,7 @@ def check_refusals(group):
             lambda: operator(q, k, v.full_tensor(), None, None, None, None, 0.5, True, -1, -1, False),
             lambda: step(*(distributed(x, mesh, HEADS) for x in token), state),
             lambda: torch.ops.fastmax.decode_step_(
-                *(distributed(x, mesh, HEADS) for x in token), values, weights, None, None, *state.score
+                *(distributed(x, mesh, HEADS) for x in token), kv_state, k_sum, None, None, *state.score
             ),
             lambda: fastmax_attention(q, distributed(k.full_tensor(), other, ()), v),
         ]
@@ -283,7 +283,7 @@ def test_refuses_by_name():
         "attention_mask must have shape (4, 9), got (3, 9)",
         "v must be a DTensor, as others of fastmax::flash_forward are",
         "q must be a torch.Tensor here, got a DTensor: decoding",
-        "values, which is modified in place, must have placements (Replicate(),)",
+        "kv_state, which is modified in place, must have placements (Replicate(),)",
         "k must be on the mesh of q",
     )
 

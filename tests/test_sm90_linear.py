@@ -548,11 +548,11 @@ def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
     """Its first weight: of rows that do not fade it is counted apart, and exact."""
     case = prefill.Case(n, d, h=4, hk=2, mask=mask)
     given = prefill.arguments(case, "bf16")
-    *_, weights = torch.ops.fastmax.prefill(*given)
+    *_, k_sum = torch.ops.fastmax.prefill(*given)
     joined = given[3].sum(1) if mask else torch.full((2,), n, device=DEVICE)
-    assert torch.equal(weights[..., 0], given[7][..., 0] + joined[:, None])
-    _, weights, _ = torch.ops.fastmax.state_of_keys(*given[1:4], None, None, *given[8:], False)
-    assert torch.equal(weights[..., 0], joined[:, None].float().expand(2, 2))
+    assert torch.equal(k_sum[..., 0], given[7][..., 0] + joined[:, None])
+    _, k_sum, _ = torch.ops.fastmax.state_of_keys(*given[1:4], None, None, *given[8:], False)
+    assert torch.equal(k_sum[..., 0], joined[:, None].float().expand(2, 2))
     assert set(taken()) == PREFILL | {"state_of_keys: linear2_sm90"}
 
 
@@ -562,15 +562,15 @@ def test_states_alone(d, decay, taken):  # noqa: F811
     """Of keys, and of queries: all tokens are one chunk."""
     for n in (1, 65, 1300):
         given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16"))
-        q, k, v, _, log_decay, first, values, weights, *options = given
-        given[6:8] = values, weights = torch.zeros_like(values), torch.zeros_like(weights)
+        q, k, v, _, log_decay, first, kv_state, k_sum, *options = given
+        given[6:8] = kv_state, k_sum = torch.zeros_like(kv_state), torch.zeros_like(k_sum)
         o, z, *expected = prefill.in_float64(given)
         state = torch.ops.fastmax.state_of_keys(k, v, None, log_decay, first, *options, False)[:2]
         for x, y in zip(state, expected, strict=True):
             assert relative(x, y) <= prefill.rounding("bf16"), n
         grad_o = torch.randn_like(q)
         wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
-        leaves = [x.double().requires_grad_() for x in (values, weights)]
+        leaves = [x.double().requires_grad_() for x in (kv_state, k_sum)]
         exact = torch.autograd.grad(prefill.in_float64([*wide[:6], *leaves, *wide[8:]])[0], leaves, grad_o.double())
         g, e = torch.ops.fastmax.gradients_of_sums(grad_o, None, o.to(q.dtype), z.float())
         found = torch.ops.fastmax.state_of_queries(g, e, q, k, v, log_decay, first, *options, False)[:2]
@@ -584,15 +584,15 @@ def test_states_alone(d, decay, taken):  # noqa: F811
 def test_kept_states(n, d, first, taken):  # noqa: F811
     """Added while they are read up to head dim 64, where no sequence begins, and else in memory (test_kept_states.py)."""
     given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, mask=True), "bf16"))
-    q, k, v, mask, *_, values, weights = given[:8]
+    q, k, v, mask, *_, kv_state, k_sum = given[:8]
     if first:
         given[5] = torch.where(torch.arange(n, device=DEVICE) >= n // 2, n // 2, -1).int().expand(2, 2, n)
-    *_, kept = torch.ops.fastmax.state_of_keys(k, v, mask, None, given[5], *given[8:], True)
-    assert kept.numel() > 0
-    actual = torch.ops.fastmax.prefill_kept_(q, k, v, mask, None, given[5], values, weights, kept, *given[8:])
+    *_, saved = torch.ops.fastmax.state_of_keys(k, v, mask, None, given[5], *given[8:], True)
+    assert saved.numel() > 0
+    actual = torch.ops.fastmax.prefill_saved_(q, k, v, mask, None, given[5], kv_state, k_sum, saved, *given[8:])
     for x, y in zip(actual, prefill.in_float64(given)[:2], strict=True):
         assert relative(x, y) <= 1.5 * prefill.rounding("bf16")
-    assert set(taken()) == {"prefill_kept_: linear2_sm90"}
+    assert set(taken()) == {"prefill_saved_: linear2_sm90"}
 
 
 @pytest.mark.parametrize("b, h, n, d", [(1, 32, 33_000, 64), (1, 8, 47_000, 128)], ids=["d64", "d128"])

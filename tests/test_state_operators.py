@@ -1,5 +1,5 @@
 """`prefill` and its gradient in pieces: `state_of_keys` and `state_of_queries` make the state, or its gradient, alone;
-`prefill_kept_` is what is left of the one, `prefill_backward_of_queries` and `prefill_backward_of_keys_` of the other."""
+`prefill_saved_` is what is left of the one, `prefill_backward_of_queries` and `prefill_backward_of_keys_` of the other."""
 
 import pytest
 import torch
@@ -47,22 +47,22 @@ def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, resets=
 def test_they_are_those_of_prefill(device, case, p):
     for dtype in DTYPES[device.type]:
         q, k, v, call = given(device, dtype, p, **case)
-        values, weights, _ = ops.state_of_keys(k, v, call)
-        o, z, *expected = ops.prefill(q, k, v, call, torch.zeros_like(values), torch.zeros_like(weights))
-        for got, x in zip((values, weights), expected, strict=True):
+        kv_state, k_sum, _ = ops.state_of_keys(k, v, call)
+        o, z, *expected = ops.prefill(q, k, v, call, torch.zeros_like(kv_state), torch.zeros_like(k_sum))
+        for got, x in zip((kv_state, k_sum), expected, strict=True):
             assert got.shape == x.shape and got.dtype == x.dtype
             assert relative(got, x.double()) < TOLERANCE[dtype]
         grad_o, grad_z = torch.randn_like(o), torch.randn_like(z)
         for of_z in (None, grad_z):
             *got, _ = ops.state_of_queries(*ops.gradients_of_sums(grad_o, of_z, o, z), q, k, v, call)
             grads, results = (grad_o, of_z, None, None), (o, z, None, None)
-            expected = ops.prefill_backward(grads, q, k, v, results, call, torch.zeros_like(values), torch.zeros_like(weights))[
+            expected = ops.prefill_backward(grads, q, k, v, results, call, torch.zeros_like(kv_state), torch.zeros_like(k_sum))[
                 -2:
             ]
             for x, y in zip(got, expected, strict=True):
                 assert x.shape == y.shape and x.dtype == y.dtype
                 assert relative(x, y.double()) < TOLERANCE[dtype]
-        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call)[:2], (values, weights), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call)[:2], (kv_state, k_sum), strict=True))
 
 
 def pairs_of(new, of_new, state, of_state):
@@ -83,26 +83,26 @@ def test_what_they_keep_is_enough_to_go_on(device, case, p, carries):
     for dtype in DTYPES[device.type]:
         q, k, v, call = given(device, dtype, p, **case)
         _, earlier, of_earlier, _ = given(device, dtype, p, **case)
-        *_, kept = ops.state_of_keys(k, v, call, keep=True)
+        *_, saved = ops.state_of_keys(k, v, call, keep=True)
         state = ops.state_of_keys(earlier, of_earlier, call._replace(attention_mask=None, k_start=None))[:2]
         state, given_state = (state, state) if carries else (tuple(map(torch.zeros_like, state)), (None, None))
-        is_kept = device.type == "cuda" and dtype != torch.float64 and p == 2
-        assert kept.dtype == torch.uint8 and kept.shape[:2] == k.shape[:2] and (kept.numel() > 0) == is_kept
+        is_saved = device.type == "cuda" and dtype != torch.float64 and p == 2
+        assert saved.dtype == torch.uint8 and saved.shape[:2] == k.shape[:2] and (saved.numel() > 0) == is_saved
         o, z, *new = ops.prefill(q, k, v, call, *state)
-        for got, x in zip(ops.prefill_kept_(q, k, v, call, *given_state, kept), (o, z), strict=True):
+        for got, x in zip(ops.prefill_saved_(q, k, v, call, *given_state, saved), (o, z), strict=True):
             assert got.shape == x.shape and got.dtype == x.dtype
             assert relative(got, x.double()) < TOLERANCE[dtype]
         grad_o, grad_z, *of_state = (torch.randn_like(x) for x in (o, z, *new))
         of_state = of_state if carries else [None, None]
         expected = ops.prefill_backward((grad_o, grad_z, *of_state), q, k, v, (o, z, *new), call, *state)
         g, e = ops.gradients_of_sums(grad_o, grad_z, o, z)
-        *_, kept = ops.state_of_queries(g, e, q, k, v, call, keep=True)
-        assert (kept.numel() > 0) == is_kept
+        *_, saved = ops.state_of_queries(g, e, q, k, v, call, keep=True)
+        assert (saved.numel() > 0) == is_saved
         grad_q, pairs = ops.prefill_backward_of_queries(g, e, q, k, v, call, *given_state)
         of_states = pairs_of(new, of_state, state, expected[4:])
         of_keys = [
             ops.prefill_backward_of_keys_(g, e, of_state, q, k, v, call, pairs, of_states, x.clone())
-            for x in (kept, kept[..., :0])
+            for x in (saved, saved[..., :0])
         ]
         for grad_k, grad_v, of_decay in of_keys:
             for got, x in zip((grad_q, grad_k, grad_v, of_decay), expected[:4], strict=True):
@@ -126,12 +126,12 @@ def test_gradients_of_sums(device):
             assert relative(e, exact) < 1e-5
 
 
-GOES_ON = {"state_of_keys": "prefill_kept_", "state_of_queries": "prefill_backward_of_keys_"}
+GOES_ON = {"state_of_keys": "prefill_saved_", "state_of_queries": "prefill_backward_of_keys_"}
 
 
 @pytest.mark.parametrize("keeps, goes_on", GOES_ON.items())
 def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
-    """What is kept is as the kernels read it, with the coefficients of the score in it."""
+    """What is saved is as the kernels read it, with the coefficients of the score in it."""
 
     def options(name):
         arguments = getattr(torch.ops.fastmax, name).default._schema.arguments
@@ -151,12 +151,12 @@ def test_what_is_kept_is_of_the_call_s_score(monkeypatch):
         return operator(*arguments)
 
     monkeypatch.setattr(ops.extension, "call", record)
-    *state, kept = ops.state_of_keys(k, v, call, keep=True)
-    o, z = ops.prefill_kept_(q, k, v, call, *state, kept)
+    *state, saved = ops.state_of_keys(k, v, call, keep=True)
+    o, z = ops.prefill_saved_(q, k, v, call, *state, saved)
     g, e = ops.gradients_of_sums(o, None, o, z)
-    *of_state, kept = ops.state_of_queries(g, e, q, k, v, call, keep=True)
+    *of_state, saved = ops.state_of_queries(g, e, q, k, v, call, keep=True)
     ops.prefill_backward_of_queries(g, e, q, k, v, call, *state)
-    ops.prefill_backward_of_keys_(g, e, of_state, q, k, v, call, None, None, kept)
+    ops.prefill_backward_of_keys_(g, e, of_state, q, k, v, call, None, None, saved)
     seen = [arguments for arguments in seen.values() if "scale" in arguments]
     assert len(seen) == 5
     for arguments in seen:
@@ -173,6 +173,6 @@ def test_of_no_tokens_they_are_zeros(device):
 def test_a_derivative_is_refused_by_name(device):
     _, k, v, _ = given(device, torch.float32, 2, 3)
     score = Score(1.0, 1.0, 1.0, 0.5, 2)
-    values, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, *score, False, False)
+    kv_state, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, *score, False, False)
     with pytest.raises(RuntimeError, match="state_of_keys and state_of_queries have no gradient"):
-        values.sum().backward()
+        kv_state.sum().backward()

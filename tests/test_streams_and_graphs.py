@@ -53,7 +53,7 @@ def prefill(x, options, _):
         decay = {"log_decay": x["log_decay"][:, :, piece]} if "log_decay" in options else {}
         o, state = fastmax.decoding.prefill(*(x[name][:, :, piece] for name in "qkv"), state, **decay)
         outputs.append(o)
-    return *outputs, state.values, state.weights
+    return *outputs, state.kv_state, state.k_sum
 
 
 CALLS = {

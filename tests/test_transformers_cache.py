@@ -65,7 +65,7 @@ def test_generate_equals_no_cache(family, options, beams):
     cached = generate(model, ids, mask, cache, num_beams=beams)
     assert torch.equal(cached, generate(model, ids, mask, num_beams=beams))
     assert cached.shape == (3, 17) and cache.get_seq_length() == 16
-    assert {layer.state.values.shape[0] for layer in cache.layers} == {3 * beams}
+    assert {layer.state.kv_state.shape[0] for layer in cache.layers} == {3 * beams}
 
 
 @FAMILIES

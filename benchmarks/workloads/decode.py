@@ -102,7 +102,7 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, cac
     if name in SOFTMAX:
         return _softmax(name, case, device, cache_bytes, caches)
     state, tokens = _state(case, device, FLUSH_INTERVAL if name == "fastmax_buffered" else 1)
-    bytes_of_state = state.values.nbytes + state.weights.nbytes
+    bytes_of_state = state.kv_state.nbytes + state.k_sum.nbytes
     count = math.ceil(8 * cache_bytes / bytes_of_state)
     if name == "copy":
         source = torch.randn(count, bytes_of_state // 4, device=device)

@@ -1,4 +1,4 @@
-"""What the tokens of a step or a prefill must be for a state, and how q and k are prepared at the positions after it."""
+"""Checks of the arguments of `step`, `step_` and `prefill`, and preparation of q and k."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fastmax import eager
 from fastmax.core import validation
 from fastmax.decoding.state import DecodeState, width_of_keys
-from fastmax.decoding.window import kept
+from fastmax.decoding.window import local_tokens
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.positional import token_positions
 from fastmax.prepare.tensors import Positions, cast_for_autocast, prepare_queries_and_keys
@@ -25,19 +25,19 @@ def check_tokens(
     log_decay: Tensor | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as they are, or in the state's dtype under autocast."""
+    """Checks the arguments of a step or a prefill; returns q, k and v, cast to the state's dtype under autocast."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.decoding.init_state, got {type(state).__name__}")
     q, k, v = cast_for_autocast(q, k, v, dtype=state.dtype)
     if sharded_dispatch.current() is not None:
-        raise RuntimeError("decoding is of sequences that one rank has as a whole: leave fastmax.distributed.context_parallel")
-    sharded_dispatch.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
+        raise RuntimeError("decoding needs whole sequences on one rank: leave fastmax.distributed.context_parallel")
+    sharded_dispatch.refuse("decoding runs on the local heads of a rank and their state: pass .to_local()", q=q, k=k, v=v)
     validation.check_tensors(q, k, v, True, mask, log_decay)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
-    batch, heads, rows, value_dim = state.values.shape
+    batch, heads, rows, value_dim = state.kv_state.shape
     validation.check_cu_seqlens(cu_seqlens, q, k)
     if cu_seqlens is not None and cu_seqlens.shape[0] != batch + 1:
         raise ValueError(
@@ -52,15 +52,15 @@ def check_tokens(
         raise ValueError(f"v must have the state's value_dim {value_dim}, got {v.shape[3]}")
     if q.dtype != state.dtype:
         raise TypeError(f"q, k and v must have the state's dtype {state.dtype}, got {q.dtype}")
-    if q.device != state.values.device:
-        raise ValueError(f"q, k and v must be on the state's device {state.values.device}, got {q.device}")
+    if q.device != state.kv_state.device:
+        raise ValueError(f"q, k and v must be on the state's device {state.kv_state.device}, got {q.device}")
     width = width_of_keys(state.head_dim, state.positions is not None)
     shape = (batch, heads, eager.state_rows(width, state.score.order))
     wide = eager.compute_dtype(state.dtype)
-    if state.weights.shape != shape or rows != shape[2] or not state.values.dtype == state.weights.dtype == wide:
+    if state.k_sum.shape != shape or rows != shape[2] or not state.kv_state.dtype == state.k_sum.dtype == wide:
         raise ValueError(
-            f"state must have values {(*shape, value_dim)} and weights {shape} of {wide} for its options, got "
-            f"{tuple(state.values.shape)} of {state.values.dtype} and {tuple(state.weights.shape)} of {state.weights.dtype}"
+            f"state must have kv_state {(*shape, value_dim)} and k_sum {shape} of {wide} for its options, got "
+            f"{tuple(state.kv_state.shape)} of {state.kv_state.dtype} and {tuple(state.k_sum.shape)} of {state.k_sum.dtype}"
         )
     places = state.exact_window + (state.flush_interval if state.flush_interval > 1 else 0)
     _check_window(state, (batch, heads, places), width, value_dim)
@@ -70,6 +70,7 @@ def check_tokens(
 def check_token(
     q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks the arguments of a step, as `check_tokens`; q, k and v must hold one token."""
     q, k, v = check_tokens(q, k, v, state, mask, log_decay)
     if q.shape[2] != 1 or k.shape[2] != 1:
         raise ValueError(
@@ -80,7 +81,7 @@ def check_token(
 
 
 def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, value_dim: int) -> None:
-    """The tokens that the state keeps."""
+    """Checks the `local_` tensors and `buffered` of a state; `places` are the batch, the heads and the number of tokens."""
     if places[2] == 0:
         return
     wide, buffers = eager.compute_dtype(state.dtype), state.flush_interval > 1
@@ -88,7 +89,7 @@ def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, 
         got = "None" if state.buffered is None else f"{tuple(state.buffered.shape)} of {state.buffered.dtype}"
         raise ValueError(f"state must have buffered {places[:2]} of torch.int32 for its flush_interval, got {got}")
     for (name, x), shape, dtype in zip(
-        kept(state)._asdict().items(),
+        local_tokens(state)._asdict().items(),
         ((*places, width), (*places, value_dim), places if buffers else (places[0], places[2]), places),
         (state.dtype, state.dtype, torch.bool, wide),
         strict=True,
@@ -101,27 +102,27 @@ def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, 
 
 
 def check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:
-    """That every element of the state has memory of its own, so that writing it changes nothing else."""
+    """Checks that the tensors of a state can be written in place: contiguous, and no overlap with each other or the tokens."""
     written = {f"state.{name}": x for name, x in state.tensors().items()}
     for name, x in written.items():
         if not x.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous to be written in place, got strides {x.stride()} for shape {tuple(x.shape)}; "
-                "state.clone() is"
+                "use state.clone()"
             )
-    if torch.compiler.is_compiling():  # where there is no memory yet; the compiler keeps track of what is the same
+    if torch.compiler.is_compiling():  # tensors have no memory yet; the compiler tracks aliases
         return
-    if not eager.is_transformed():  # a look at each storage costs less than one at each pair
+    if not eager.is_transformed():  # comparing storages is cheaper than comparing all pairs of tensors
         of_state, of_tokens = ([x.untyped_storage().data_ptr() for x in tensors.values()] for tensors in (written, tokens))
         if len(set(of_state) - {0, *of_tokens}) == len(of_state):
             return
     for (name, x), (other, y) in combinations((written | tokens).items(), 2):
         if name in written and torch._C._overlaps(x, y) and not _is_apart(x, y):
-            raise ValueError(f"{name} must not overlap {other} to be written in place; the memory of state.clone() does not")
+            raise ValueError(f"{name} must not overlap {other} to be written in place; use state.clone()")
 
 
 def _is_apart(x: Tensor, y: Tensor) -> bool:
-    """Whether one of two tensors in the same storage lies behind the other."""
+    """Returns whether one of two tensors in the same storage ends before the other starts."""
 
     def extent(x: Tensor) -> tuple[int, int]:
         first = x.storage_offset() * x.element_size()
@@ -133,7 +134,7 @@ def _is_apart(x: Tensor, y: Tensor) -> bool:
 
 
 def prepare_after(q: Tensor, k: Tensor, state: DecodeState, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
-    """q and k as the operators take them, at positions that continue from the state."""
+    """Returns q and k normalised and, with a sinusoidal rpe_matrix, with the channels of the positions after the state."""
     positions = None
     if state.positions is not None:
         positions = token_positions(state.positions[:, None, None], q.shape[2], q.device)

@@ -1,4 +1,4 @@
-"""`BatchState`: what every state of generation can do with the entries of its batch."""
+"""`BatchState`: the methods that all states of generation share."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 
 class BatchState:
-    """A state made of tensors, the first dimension of each of which is the batch."""
+    """A state for generation. It consists of tensors whose first dimension is the batch."""
 
     device: torch.device
     dtype: torch.dtype  # of q, k and v
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name. The first dimension of each is the batch."""
+        """Returns the tensors by name. The first dimension of each is the batch."""
         raise NotImplementedError
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The state with `function` of each of its tensors."""
+        """Returns the state with `function` applied to each of its tensors."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """The size of all tensors in bytes."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def clone(self) -> Self:
-        """A state with memory of its own, contiguous. Differentiable."""
+        """Returns a copy of the state with contiguous tensors. Differentiable."""
         return self.map(lambda x: x.clone(memory_format=torch.contiguous_format))
 
     def detach(self) -> Self:
-        """The state without the graph that made it, on the same memory: where truncated backpropagation through time cuts."""
+        """Returns the state without its autograd graph, on the same memory: for truncated backpropagation through time."""
         return self.map(Tensor.detach)
 
     def select(self, indices: Tensor | Sequence[int]) -> Self:
-        """The state of these batch entries in this order: beams that go on, requests that are left. Differentiable.
+        """Returns the state of these batch entries, in this order, for example of the surviving beams. Differentiable.
 
         Args:
-            indices: (entries,) integers from 0 to b - 1, each as often as wanted; a tensor on any device, or a sequence. Those
-                on a CUDA device are not copied to the host to be checked: PyTorch's kernel asserts them.
+            indices: (entries,) integers from 0 to b - 1, with or without repetitions; a tensor on any device, or a sequence.
+                Indices on a CUDA device are not copied to the host; PyTorch's kernel checks them by an assertion.
         """
         batch = next(iter(self.tensors().values())).shape[0]
         indices = _batch_entries(indices, batch, self.device)
@@ -56,14 +56,16 @@ class BatchState:
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
-        """One state of the batch entries of these, in this order: prompts that were read apart go on together. Differentiable.
+        """Returns one state with the batch entries of all states, in this order. Differentiable.
+
+        Use it to continue together with prompts that were prefilled separately.
 
         Args:
-            states: at least one, of the same sizes, options, dtype and device; the numbers of tokens that they have seen may
+            states: at least one state. All have the same sizes, options, dtype and device; the numbers of tokens seen may
                 differ.
 
         Raises:
-            TypeError, ValueError: naming the state that differs from the first, and in what.
+            TypeError, ValueError: a state differs from the first one; the message names the state and the difference.
         """
         if isinstance(states, BatchState) or not isinstance(states, Iterable):
             raise TypeError(f"states must be a sequence of {cls.__name__}, got {validation.describe(states)}")
@@ -83,25 +85,27 @@ class BatchState:
 
     @classmethod
     def _cat(cls, states: Sequence[Self]) -> Self:
-        """`cat` of checked states."""
+        """Returns `cat` of checked states."""
         raise NotImplementedError
 
     def options(self) -> dict:
-        """The options that states of one batch share."""
+        """Returns the options that states must share for `cat`."""
         raise NotImplementedError
 
     def repeat(self, repeats: int) -> Self:
-        """Returns the state with each batch entry `repeats` times in a row, as `torch.repeat_interleave`: one prompt, several
-        continuations. Differentiable."""
+        """Returns the state with each batch entry `repeats` times in a row, as `torch.repeat_interleave`. Differentiable.
+
+        Use it to generate several continuations of one prompt.
+        """
         validation.check_count("repeats", repeats)
         return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def refuse_outside_inference_mode(self) -> None:
-        """Raise where PyTorch would not let a step write the state, before a part of it is written."""
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the compiler cannot ask
+        """Raises an error if PyTorch would not let `step_` write the state, before a part of it is written."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # compilers cannot trace `is_inference`
             return
         if any(x.is_inference() for x in self.tensors().values()):
-            raise RuntimeError("state was made in inference mode, where alone PyTorch lets it be written: use state.clone()")
+            raise RuntimeError("state was made in inference mode and cannot be written outside it: use state.clone()")
 
     def to(
         self,
@@ -110,13 +114,12 @@ class BatchState:
         *,
         non_blocking: bool = False,
     ) -> Self:
-        """Returns the state on another device, or for tokens of another dtype; what is there already is shared, not copied.
+        """Returns the state on another device or for another dtype. Tensors that do not change are shared, not copied.
 
         Args:
             device: the new device; as in `Tensor.to`, it may be the dtype.
-            dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these none of
-                them is rounded; they become float64 for float64 and are rounded on the way back. Keys, values and inputs of
-                the convolution that the state keeps are rounded to the dtype.
+            dtype: of later q, k and v. The sums are float64 for float64, else float32; only a change from float64 rounds them.
+                Stored keys, values and inputs of the convolution are rounded to the dtype.
             non_blocking: as in `Tensor.to`.
         """
         if isinstance(device, torch.dtype):
@@ -128,17 +131,17 @@ class BatchState:
         return self._moved(device, dtype, non_blocking)
 
     def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> Self:
-        """Returns the state on a device, None being its own, for tokens of a dtype."""
+        """Returns the state on a device (None: the same device), for tokens of a dtype."""
         raise NotImplementedError
 
 
 def _batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
-    """Checked, (entries,), on the device of the state whose batch they index."""
+    """Checks indices of batch entries; returns them as a tensor (entries,) on the device of the state."""
     if not isinstance(indices, (Tensor, Sequence, np.ndarray, Real)) or isinstance(indices, (str, bytes)):
         raise TypeError(f"indices must be a tensor or sequence of integers, got {validation.describe(indices)}")
     indices = torch.as_tensor(indices)
     if indices.numel() == 0:
-        indices = indices.long()  # of an empty list
+        indices = indices.long()  # an empty list becomes a float tensor
     if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             "indices must be a tensor or sequence of integers of shape (entries,), "

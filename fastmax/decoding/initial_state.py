@@ -31,24 +31,24 @@ def init_state(
     exact_window: int = 0,
     flush_interval: int = 1,
 ) -> DecodeState:
-    """The state before any token, for `step` and `prefill`.
+    """Returns the state before any token, for `step` and `prefill`.
 
     Args:
         batch, kv_heads, head_dim: of k, (batch, kv_heads, tokens, head_dim).
         value_dim: of v; head_dim when None.
         dtype, device: of q, k and v.
-        normalize: False or "token" ("sequence" looks at future tokens and has no recurrent form).
+        normalize: False or "token"; "sequence" depends on future tokens and has no recurrent form.
         temperature, a0, a1, a2, lim, p: as in `fastmax_attention`.
         rpe_matrix: None or "sinusoidal".
-        exact_window: as in `fastmax_attention`; so many keys and values are kept, beside the sums.
-        flush_interval: T, >= 1. Above 1, `step_` puts new tokens into a buffer of T places beside the sums, and adds them to
+        exact_window: as in `fastmax_attention`. The state holds the keys and values of so many tokens beside the sums.
+        flush_interval: T, >= 1. Above 1, `step_` puts new tokens into a buffer of T tokens beside the sums, and adds them to
             the sums (flushes the buffer) at every T-th step. It reads the sums at every step, but writes them only then. The
-            outputs are the same function; 32 is a good value where `step_` generates on a GPU.
+            outputs are the same up to rounding. 32 is a good value for `step_` on a GPU.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument is invalid; the message names it.
 
-    Method: linear attention as a recurrence (Katharopoulos et al., 2020, arXiv:2006.16236), with the features of f.
+    The method is linear attention as a recurrence (Katharopoulos et al., 2020, arXiv:2006.16236), with the features of f.
     """
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
@@ -67,18 +67,18 @@ def init_state(
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
     width = width_of_keys(head_dim, rpe_matrix is not None)
     rows = eager.state_rows(width, score.order)
-    values = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
+    kv_state = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
     positions = None if rpe_matrix is None else torch.zeros(batch, dtype=torch.int64, device=device)
-    state = DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
+    state = DecodeState(kv_state, kv_state.new_zeros(kv_state.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
     if exact_window == 0:
         return with_buffer(state, flush_interval)
     places = (batch, kv_heads, exact_window)
     state = replace(
         state,
         exact_window=exact_window,
-        local_keys=values.new_zeros(*places, width, dtype=dtype),
-        local_values=values.new_zeros(*places, value_dim, dtype=dtype),
-        local_mask=values.new_zeros(batch, exact_window, dtype=torch.bool),
-        local_decays=values.new_zeros(places),
+        local_keys=kv_state.new_zeros(*places, width, dtype=dtype),
+        local_values=kv_state.new_zeros(*places, value_dim, dtype=dtype),
+        local_mask=kv_state.new_zeros(batch, exact_window, dtype=torch.bool),
+        local_decays=kv_state.new_zeros(places),
     )
     return with_buffer(state, flush_interval)

@@ -1,4 +1,4 @@
-"""`prefill`: many tokens at once, in the parallel form of attention that continues from a state."""
+"""`prefill`: many tokens at once, by the parallel form of attention from a state."""
 
 from __future__ import annotations
 
@@ -26,40 +26,41 @@ def prefill(
     log_decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
-    """Attend n tokens, causally, to themselves and all before them: n calls of `step` in one.
+    """Computes causal attention of n tokens to themselves and all earlier tokens, as n calls of `step`.
 
     Args:
         q: (b, h, n, d), in the state's dtype.
         k, v: (b, hk, n, d) and (b, hk, n, dv).
         state: from `init_state`, `step` or `prefill`. It is not modified.
-        attention_mask: bool (b, n), True = the token joins the state. The others, wherever they stand, leave no trace: each
-            sequence goes on as it would without them. They count neither in the exact window nor in positions, their
-            log_decay makes nothing fade, and their outputs mean nothing. (In `fastmax_attention` they do count, in a window
-            and in distances, and fade: there a mask takes keys away, and here tokens.)
+        attention_mask: bool (b, n), True = the token is real. Other tokens are skipped wherever they are: the sequence
+            continues as if they did not exist. They count neither in the exact window nor in positions, their log_decay is
+            ignored, and their outputs are undefined. In `fastmax_attention` the mask hides keys only: masked tokens count in
+            windows and distances, and their log_decay applies.
         log_decay: (b, hk, n), as in `fastmax_attention`.
         cu_seqlens: int32 (s + 1,), as in `fastmax_attention`: the n tokens of a batch of one are s sequences end to end. The
-            state has s batch entries, and sequence i continues from entry i and leaves it for what follows; one of no token
-            leaves it as it is.
+            state has s batch entries. Sequence i continues from entry i, and entry i of the result is the state after it. An
+            empty sequence does not change its entry.
 
     Returns:
         The output (b, h, n, dv) in q's dtype and layout, and the state after n tokens. Differentiable.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument is invalid; the message names it.
 
-    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient, which has no derivative of
-    its own; `step`'s has. Packed sequences are taken in turn, in blocks of their mean length.
+    Autocast works as in `step`. On a GPU the kernels of the linear algorithm compute the result and its gradient. There is no
+    second derivative; `step` has derivatives of all orders. Packed sequences are computed in blocks of their mean length, one
+    after the other.
     """
     q, k, v = check_tokens(q, k, v, state, attention_mask, log_decay, cu_seqlens)
     n = q.shape[2]
     if k.shape[2] != n:
         raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
-    if n == 0:  # the state that is returned may be changed in place, the given one not with it
+    if n == 0:  # a later in-place change of the result must not change the given state
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
     tokens = Tokens(k, v, attention_mask, log_decay)
     if attention_mask is None:
         return _continued(q, tokens, state, cu_seqlens)
-    if state.exact_window == 0 and state.positions is None:  # sums do not depend on where tokens stand
+    if state.exact_window == 0 and state.positions is None:  # sums do not depend on positions
         return _continued(q, tokens.without_masked_decays(), state, cu_seqlens)
     order = RealFirst.of(attention_mask, cu_seqlens)
     decays = None if log_decay is None else order.first(log_decay, 2)
@@ -78,7 +79,7 @@ def prefill_real_first(
     log_decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
-    """`prefill` of tokens that are in that order already."""
+    """Computes `prefill` of tokens that are already in the order of `RealFirst`."""
     q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, cu_seqlens)
     if q.shape[2] == 0:
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
@@ -88,7 +89,10 @@ def prefill_real_first(
 def _continued(
     q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor | None, count: Tensor | None = None
 ) -> tuple[Tensor, DecodeState]:
-    """Masked tokens have no decay. With a `count`, of each sequence, only so many of its tokens are there, the first ones."""
+    """Returns the output and the state after the tokens, of which masked ones have no decay.
+
+    With `count`, only the first `count` tokens of each sequence are real.
+    """
     with ops.without_autocast(q):
         before = flushed(state)
         if cu_seqlens is None:
@@ -99,16 +103,18 @@ def _continued(
 
 
 def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
-    """Output of n tokens, and the state after them. With a `count` (b,) only the first `count` tokens of a row exist; the
-    others, which are masked and have no decay, leave no trace."""
+    """Returns the output of n tokens and the state after them, for a state without a buffer.
+
+    With `count` (b,), only the first `count` tokens of a row are real; the others are masked and have no decay.
+    """
     n = q.shape[2]
     q, k = prepare_after(q, tokens.keys, state, use_custom_gradient=True)
     tokens = tokens._replace(keys=k)
     if state.exact_window > 0:
-        o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
+        o, kv_state, k_sum, tokens = prefill_window(q, joined(state, tokens), state, count)
     else:
         tokens = tokens.without_masked()
         call = Call(state.score, causal=True, attention_mask=tokens.mask)
         call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True)
-        o, _, values, weights = ops.prefill(q, tokens.keys, tokens.values, call, state.values, state.weights)
-    return o, advanced(state, n, values, weights, tokens, count)
+        o, _, kv_state, k_sum = ops.prefill(q, tokens.keys, tokens.values, call, state.kv_state, state.k_sum)
+    return o, advanced(state, n, kv_state, k_sum, tokens, count)

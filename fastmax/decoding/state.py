@@ -1,4 +1,4 @@
-"""The state of recurrent attention: sums over the tokens seen so far, and the options that they were made with."""
+"""`DecodeState`: the state of recurrent attention."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from fastmax.decoding.batch_state import BatchState
 
 
 def width_of_keys(head_dim: int, sinusoidal: bool) -> int:
-    """Channels of q and k with those that a sinusoidal rpe_matrix appends."""
+    """Returns the number of channels of q and k, including those that a sinusoidal rpe_matrix appends."""
     return head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
 
 
 @dataclass(eq=False, repr=False)
 class DecodeState(BatchState):
-    """Sums over the tokens seen so far, and the options they were made with; from `fastmax.decoding.init_state`.
+    """The state of recurrent attention: sums over the tokens seen so far, and options. `init_state` makes the first one.
 
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
-    `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
-    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too,
-    in packed sequences of all of them together; of states that `cat` joins it is the largest.
+    `kv_state` (b, hk, features, dv) holds sums of the features of k times v, and `k_sum` (b, hk, features) holds sums of the
+    features. Both are float64 for float64 tokens, else float32. The features are `1`, `k_a` and, for p = 2, `k_a k_b` with
+    `a <= b`, in this order. With a sinusoidal rpe_matrix, k includes the appended channels, and `positions` (b,) int64 is the
+    position of the next token. `tokens` is the number of tokens passed so far, including padding and, for packed sequences, the
+    tokens of all sequences. `cat` takes the largest number.
 
-    With an exact window of W tokens the sums hold the tokens before the last W, and `local_keys` (b, hk, W, d), `local_values`
-    (b, hk, W, dv), `local_mask` (b, W) and `local_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
-    q, k and v, whether each takes part (False in places that no token has yet), and its log_decay, in the dtype of the sums.
+    With an exact window of W tokens, the sums hold the tokens before the last W. `local_keys` (b, hk, W, d), `local_values`
+    (b, hk, W, dv), `local_mask` (b, W) and `local_decays` (b, hk, W) hold the last W tokens, oldest first. Keys and values are
+    in the dtype of q, k and v; log_decay is in the dtype of the sums. The mask is False for masked tokens and for unused
+    places.
 
-    With `flush_interval` = T above 1 there is a buffer of T tokens between the last W and the sums. `step_` puts a token behind
-    the W, and once T are buffered adds the oldest T to the sums together. The `local_` tensors have W + T places, `local_mask`
-    one for each head (b, hk, W + T), and `buffered` (b, hk) int32 counts the tokens in the buffer, 0 to T, which are weighed as
-    those in the sums. Places behind them hold no tokens.
+    With `flush_interval` = T above 1, a buffer of up to T tokens precedes the last W. `step_` appends each new token. Once T
+    tokens are buffered, it adds the oldest T to the sums together. The `local_` tensors have W + T places, and `local_mask` is
+    (b, hk, W + T). `buffered` (b, hk) int32 is the number of buffered tokens, 0 to T. They have the same weights as tokens in
+    the sums. The places after the last token are unused.
 
-    `torch.save`, `torch.load` (with its default `weights_only=True`), `copy.deepcopy` and `torch.utils._pytree` know it; two
-    states are equal only where they are the same object.
+    `torch.save`, `torch.load` (with the default `weights_only=True`), `copy.deepcopy` and `torch.utils._pytree` support states.
+    Two states are equal only if they are the same object.
     """
 
-    values: Tensor
-    weights: Tensor
+    kv_state: Tensor
+    k_sum: Tensor
     tokens: int
     dtype: torch.dtype  # of q, k and v
     head_dim: int  # of q and k as the caller passes them
@@ -59,17 +61,17 @@ class DecodeState(BatchState):
     buffered: Tensor | None = None  # None where flush_interval is 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name. The first dimension of each is the batch."""
+        """Returns the tensors by name. The first dimension of each is the batch."""
         return {name: x for name in _TENSORS if (x := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> DecodeState:
-        """The state with `function` of each of its tensors."""
+        """Returns the state with `function` applied to each of its tensors."""
         return replace(self, **{name: function(x) for name, x in self.tensors().items()})
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors."""
-        return self.values.device
+        """The device of the tensors."""
+        return self.kv_state.device
 
     @classmethod
     def _cat(cls, states: Sequence[DecodeState]) -> DecodeState:
@@ -77,7 +79,7 @@ class DecodeState(BatchState):
         return replace(states[0], tokens=max(state.tokens for state in states), **tensors)
 
     def options(self) -> dict:
-        """The options that states of one batch share."""
+        """Returns the options that states must share for `cat`, with the shapes of the tensors."""
         tensors = self.tensors()
         options = {name: x for name, x in vars(self).items() if name not in tensors and name != "tokens"}
         return options | {f"shape of {name}": tuple(x.shape[1:]) for name, x in tensors.items()}
@@ -93,7 +95,7 @@ class DecodeState(BatchState):
 
     def __repr__(self) -> str:
         options = {name: f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.tensors().items()}
-        if isinstance(self.values, Tensor):
+        if isinstance(self.kv_state, Tensor):
             options["device"] = self.device
         options |= {"tokens": self.tokens, "dtype": self.dtype, "head_dim": self.head_dim, "p": self.score.order}
         options |= {"temperature": f"{1.0 / self.score.scale:g}"}
@@ -107,11 +109,11 @@ class DecodeState(BatchState):
         return f"DecodeState({', '.join(f'{name}={value}' for name, value in options.items())})"
 
     def __getstate__(self) -> dict:
-        """Values of plain types alone, so that a file does not depend on the package's inner classes."""
+        """Returns the fields as plain types, so that files do not depend on internal classes of the package."""
         return vars(self) | {"score": tuple(self.score)}
 
     def __setstate__(self, saved: dict) -> None:
-        # Through __init__: a name that this version does not know, of a later version's file, is an error.
+        # __init__ raises an error for unknown fields, for example from a file of a later version.
         self.__init__(**(saved | {"score": Score(*saved["score"])}))  # type: ignore[misc]
 
 

@@ -1,8 +1,9 @@
-"""Tokens of a state with an exact window: the last W are kept and weighed by `exp(s)`, those before them are in its sums.
+"""States with an exact window: the last W tokens are local and weighted by `exp(s)`, earlier tokens are in the sums.
 
-Let n tokens follow the W that are kept. Query i stands at W + i among all of these; it weighs the last W up to there exactly,
-and sees those up to i, and the sums, by f. So the first n of them, which leave the window, go through causal attention that
-continues from the sums, query i beside token i, and the last W are kept in place of those before.
+Let n new tokens follow the W local tokens of a state. Among these W + n tokens, query i is at position W + i. It weights the
+last W tokens up to its position by `exp(s)`, and the tokens 0 .. i and the sums by f. So the first n tokens leave the window:
+they are the keys of causal attention that continues from the sums, with query i at the position of token i. The last W tokens
+are the local tokens of the new state.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from fastmax.prepare.padding import taken
 
 
 class Tokens(NamedTuple):
-    """Keys and what belongs to them, in the order of time."""
+    """Keys, values, masks and decays of consecutive tokens."""
 
     keys: Tensor  # (b, hk, tokens, d)
     values: Tensor  # (b, hk, tokens, dv)
-    mask: Tensor | None  # bool (b, tokens), True = the token takes part
-    decays: Tensor | None  # (b, hk, tokens), logarithms, -inf too
+    mask: Tensor | None  # bool (b, tokens), True = the token is real
+    decays: Tensor | None  # (b, hk, tokens), log_decay, which may be -inf
 
     def slice(self, first: int, count: int) -> Tokens:
         return self._each(lambda x, dim: x.narrow(dim, first, count))
 
     def last(self, n: int, window: int, count: Tensor | None) -> Tokens:
-        """The window after n tokens more, or as many as `count`, (b,)."""
+        """Returns the window after n more tokens, or after `count` (b,) more tokens."""
         return self.slice(n, window) if count is None else self._each(lambda x, dim: taken(x, count, window, dim))
 
     def without_masked(self) -> Tokens:
-        """0 in the place of those that do not take part: whatever they hold, products with it leave no trace."""
+        """Returns the tokens with keys and values of 0 for masked ones, which may hold inf or NaN."""
         if self.mask is None:
             return self
-        there = self.mask[:, None, :, None]
-        return self._replace(keys=torch.where(there, self.keys, 0), values=torch.where(there, self.values, 0))
+        is_real = self.mask[:, None, :, None]
+        return self._replace(keys=torch.where(is_real, self.keys, 0), values=torch.where(is_real, self.values, 0))
 
     def without_masked_decays(self) -> Tokens:
-        """0 in the place of decays of those that do not take part."""
+        """Returns the tokens with decays of 0 for masked ones."""
         if self.mask is None or self.decays is None:
             return self
         return self._replace(decays=torch.where(self.mask.unsqueeze(1), self.decays, 0.0))
@@ -58,14 +59,15 @@ class Tokens(NamedTuple):
 _TOKEN_DIMENSIONS = (2, 2, 1, 2)
 
 
-def kept(state: DecodeState) -> Tokens:
+def local_tokens(state: DecodeState) -> Tokens:
+    """Returns the `local_` tensors of a state."""
     return Tokens(state.local_keys, state.local_values, state.local_mask, state.local_decays)
 
 
 def joined(state: DecodeState, tokens: Tokens) -> Tokens:
-    """Those that the state keeps, then these."""
+    """Returns the local tokens of a state followed by new tokens."""
     tokens = tokens.without_masked()
-    before, (b, hk, n, _) = kept(state), tokens.keys.shape
+    before, (b, hk, n, _) = local_tokens(state), tokens.keys.shape
     mask = before.mask.new_ones(b, n) if tokens.mask is None else tokens.mask
     if tokens.decays is None:
         decays = before.decays.new_zeros(b, hk, n)
@@ -78,51 +80,60 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
 def prefill(
     q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tokens]:
-    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (b,),
-    only so many of the n are there, and outputs of the others mean nothing."""
+    """Returns the output of n queries, the new kv_state and k_sum, and the new local tokens.
+
+    `tokens` are those of `joined`. With `count` (b,), only the first `count` of the n tokens are real, and the outputs of the
+    others are undefined.
+    """
     n, window = q.shape[2], state.exact_window
     leaving = tokens.slice(0, n)
-    far = with_bounds(Call(state.score, causal=True), q, tokens.keys, tokens.decays, continues=True)
-    between = eager.sums_in_window(far.log_decay, window)  # from where a query stands among those that leave to where it stands
-    far = far._replace(attention_mask=leaving.mask, log_decay=far.log_decay[..., :n])
+    call = with_bounds(Call(state.score, causal=True), q, tokens.keys, tokens.decays, continues=True)
+    between = eager.sums_in_window(call.log_decay, window)  # decay from token i, where query i is computed, to token W + i
+    call = call._replace(attention_mask=leaving.mask, log_decay=call.log_decay[..., :n])
     if count is not None:
         leaves = torch.arange(n, device=q.device) < count.unsqueeze(-1)
-        decays = torch.where(leaves.unsqueeze(1), far.log_decay, 0.0)
-        far = far._replace(attention_mask=leaving.mask & leaves, log_decay=decays)
-    o, z, values, weights = ops.prefill(q, leaving.keys, leaving.values, far, state.values, state.weights)
+        decays = torch.where(leaves.unsqueeze(1), call.log_decay, 0.0)
+        call = call._replace(attention_mask=leaving.mask & leaves, log_decay=decays)
+    o, z, kv_state, k_sum = ops.prefill(q, leaving.keys, leaving.values, call, state.kv_state, state.k_sum)
     o = with_local_keys(q, o, log_of_sums(z), between, tokens, state)
-    return o, values, weights, tokens.last(n, window, count)
+    return o, kv_state, k_sum, tokens.last(n, window, count)
 
 
 def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
-    """The output over the keys of the window as well. `o` and `lse` (b, h, n) are of the keys before it, which fade by
-    `between` (b, hk, n) up to the queries; these stand at the last of the tokens."""
+    """Returns the output over the keys of the window and all earlier keys.
+
+    Args:
+        q: queries at the positions of the last of the tokens.
+        o, lse: results for the keys before the window; lse is (b, h, n).
+        between: (b, hk, n), sum of the decays between these keys and the queries.
+        tokens: the keys of the windows.
+    """
     scale = state.score.scale
-    # As of the keys before the window: a step is differentiated any number of times, many tokens once.
+    # A step has derivatives of all orders, a prefill only first ones.
     if q.shape[2] == 1 and (q.device.type == "cpu" or eager.differentiating(q, *tokens)):
-        near = eager.softmax_step(q, *tokens.slice(1, state.exact_window), scale)
+        local = eager.softmax_step(q, *tokens.slice(1, state.exact_window), scale)
     else:
         call = Call(Softmax(scale), causal=True, left=state.exact_window - 1, attention_mask=tokens.mask)
         call = with_bounds(call, q, tokens.keys, tokens.decays)
         if eager.is_transformed():
-            near = eager.forward(q, tokens.keys, tokens.values, call, differentiable=True)
+            local = eager.forward(q, tokens.keys, tokens.values, call, differentiable=True)
         else:
-            near = ops.attention(q, tokens.keys, tokens.values, call)
+            local = ops.attention(q, tokens.keys, tokens.values, call)
     between = between.to(lse.dtype).repeat_interleave(q.shape[1] // between.shape[1], dim=1)
-    # Neither decays after no keys nor keys that are forgotten count, not even as NaN.
+    # Without earlier keys, or if they are fully decayed, o and the decays may be NaN and must not count.
     unseen = (lse == -torch.inf) | (between == -torch.inf)
     o, lse = torch.where(unseen.unsqueeze(-1), 0.0, o), torch.where(unseen, -torch.inf, lse + between)
-    return merge_attention(*zip(near, (o, lse), strict=True))[0]
+    return merge_attention(*zip(local, (o, lse), strict=True))[0]
 
 
 def advanced(
-    state: DecodeState, n: int, values: Tensor, weights: Tensor, tokens: Tokens, count: Tensor | None = None
+    state: DecodeState, n: int, kv_state: Tensor, k_sum: Tensor, tokens: Tokens, count: Tensor | None = None
 ) -> DecodeState:
-    """The state after n tokens, or as many as `count` (b,); `tokens` are the last ones, where it keeps some."""
-    changes = {"values": values, "weights": weights, "tokens": state.tokens + n}
+    """Returns the state after n tokens, or after `count` (b,) tokens; `tokens` are its local tokens with an exact window."""
+    changes = {"kv_state": kv_state, "k_sum": k_sum, "tokens": state.tokens + n}
     if state.positions is not None:
         changes["positions"] = state.positions + (n if count is None else count)
     if state.exact_window > 0:  # copies, not views of all tokens
-        near = tokens._asdict().items()
-        changes |= {f"local_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in near}
+        local = tokens._asdict().items()
+        changes |= {f"local_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in local}
     return replace(state, **changes)

@@ -44,8 +44,8 @@ _AXES = {
     **{name: _axes(x.axes) for name, x in ACCOMPANYING.items()},
     **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
     **dict.fromkeys(("z_before", "z_behind", "o_global", "z_global", "g", "e", "pairs"), _QUERIES),
-    **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "values", "weights", "new_values", "new_weights"), _KEYS),
-    **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "buffered", "kept"), _KEYS),
+    **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "kv_state", "k_sum", "new_kv_state", "new_k_sum"), _KEYS),
+    **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "buffered", "saved"), _KEYS),
     **dict.fromkeys(("finite", "shift", "pairs_of_states"), _KEYS),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
@@ -160,7 +160,7 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
     # A tensor of shape (0,) stands for an absent one and has no axes.
     with_axes = {name: x for name, x in tensors.items() if tuple(x.shape) != (0,)}
     with torch.no_grad():  # autograd has already recorded the operator
-        keys_summed = "grad_new_values" not in names and "grad_k" not in written
+        keys_summed = "grad_new_kv_state" not in names and "grad_k" not in written
         division = divide(with_axes, written, keys_summed)
         everywhere = (Replicate(),) * division.mesh.ndim
         local = []

@@ -170,21 +170,21 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Te
 
 
 def _pack(state: tuple[Tensor, Tensor]) -> Tensor:
-    """Packs a state, values (b, hk, rows, dv) and weights (b, hk, rows), into (b * hk, rows * (dv + 1))."""
-    values, weights = state
-    return torch.cat([values.flatten(2), weights], dim=2).flatten(0, 1)
+    """Packs a state, kv_state (b, hk, rows, dv) and k_sum (b, hk, rows), into (b * hk, rows * (dv + 1))."""
+    kv_state, k_sum = state
+    return torch.cat([kv_state.flatten(2), k_sum], dim=2).flatten(0, 1)
 
 
 def _unpack(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse of `_pack`; takes the sizes from v."""
     b, hk, _, dv = v.shape
     rows = x.shape[1] // (dv + 1)
-    values, weights = x.unflatten(0, (b, hk)).split([rows * dv, rows], dim=2)
-    return values.unflatten(2, (rows, dv)).contiguous(), weights.contiguous()
+    kv_state, k_sum = x.unflatten(0, (b, hk)).split([rows * dv, rows], dim=2)
+    return kv_state.unflatten(2, (rows, dv)).contiguous(), k_sum.contiguous()
 
 
 def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
-    """Returns an uninitialised packed state, whose values are never read."""
+    """Returns an uninitialised packed state, whose elements are never read."""
     (b, hk, _, d), dv = k.shape, v.shape[3]
     rows = eager.state_rows(d, score.order)
     return k.new_empty(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
@@ -205,7 +205,7 @@ def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x[:, :, part.local] for x in tensors)
 
 
-_State = tuple[Tensor | None, Tensor | None]  # values and weights; None means zeros
+_State = tuple[Tensor | None, Tensor | None]  # kv_state and k_sum; None means zeros
 
 
 def _states(packed: list[Tensor | None], v: Tensor) -> list[_State]:
@@ -225,14 +225,14 @@ def _without_nan(call: Call, state: _State) -> tuple[Call, _State]:
 
     Queries that do not see the state multiply it by 0, and 0 * NaN would be NaN.
     """
-    values, weights = state
-    if call.log_decay is None or values is None:
+    kv_state, k_sum = state
+    if call.log_decay is None or kv_state is None:
         return call, state
-    is_nan = weights[..., 0].isnan()
+    is_nan = k_sum[..., 0].isnan()
     decay = call.log_decay.clone()
     decay[..., 0].masked_fill_(is_nan, torch.nan)
     # Weights of 1 mark the state as non-empty.
-    state = values.masked_fill(is_nan[..., None, None], 0.0), weights.masked_fill(is_nan[..., None], 1.0)
+    state = kv_state.masked_fill(is_nan[..., None, None], 0.0), k_sum.masked_fill(is_nan[..., None], 1.0)
     return call._replace(log_decay=decay), state
 
 
@@ -242,12 +242,12 @@ class _Call:
     def __init__(self, job: Job):
         self.job = job
         self.states: Exchange | None = None
-        self.kept: list[Tensor] = []  # per part: chunk states saved by state_of_keys
+        self.saved: list[Tensor] = []  # per part: chunk states saved by state_of_keys
         # Waits for the exchange of the backward and returns the gradients of q, k, v and log_decay.
         self.gradients: Callable[[], tuple[Tensor, ...]] | None = None
 
 
-def _nothing_kept(k: Tensor) -> Tensor:
+def _nothing_saved(k: Tensor) -> Tensor:
     return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
@@ -259,15 +259,15 @@ def _own_states(
     No rank reads the state of the last part, or in the backward of the first. If kernels save chunk states, it is computed
     anyway: a rank that starts the collective early would occupy multiprocessors while it waits.
     """
-    own, kept = [], []
+    own, saved = [], []
     unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
     for i, part in enumerate(job.spread.parts):
         if part in unread:
-            own.append(like), kept.append(_nothing_kept(k))
+            own.append(like), saved.append(_nothing_saved(k))
         else:
             *state, of_part = state_of(i, part)
-            own.append(_pack(state)), kept.append(of_part)
-    return own, kept
+            own.append(_pack(state)), saved.append(of_part)
+    return own, saved
 
 
 class _Begin(torch.autograd.Function):
@@ -284,7 +284,7 @@ class _Begin(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
 
-        own, call.kept = _own_states(state_of, job, like, k, backward=False)
+        own, call.saved = _own_states(state_of, job, like, k, backward=False)
         call.states = Exchange(own, like, job.carries, job.spread, backward=False)
         return q.new_empty(0)
 
@@ -311,8 +311,8 @@ class _Finish(torch.autograd.Function):
         pieces = []
         for i, part in enumerate(job.spread.parts):
             of_part, state = _without_nan(job.call(i, log_decay), before[i])
-            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), of_part, *state, call.kept[i]))
-            call.kept[i] = None
+            pieces.append(ops.prefill_saved_(*_of(part, q, k, v), of_part, *state, call.saved[i]))
+            call.saved[i] = None
 
         def empty() -> tuple[Tensor, Tensor]:
             return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
@@ -336,7 +336,7 @@ class _Finish(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        own, kept = _own_states(state_of, job, like, k, backward=True)
+        own, saved = _own_states(state_of, job, like, k, backward=True)
         exchange = Exchange(own, like, job.carries, job.spread, backward=True)
         # Overlaps with the exchange.
         of_queries: list[tuple[Tensor, Tensor] | None] = [
@@ -354,10 +354,10 @@ class _Finish(torch.autograd.Function):
                 (grad_q, pairs), of_states = of_queries[i], None
                 if log_decay is not None:
                     of_states = torch.stack([_pairs(after[i], behind[i], k), _pairs(before[i], passed_on[i], k)], dim=-1)
-                given = *_of(part, g, e), behind[i], *_of(part, q, k, v), calls[i], pairs, of_states, kept[i]
+                given = *_of(part, g, e), behind[i], *_of(part, q, k, v), calls[i], pairs, of_states, saved[i]
                 grad_k, grad_v, of_decay = ops.prefill_backward_of_keys_(*given)
                 pieces.append((grad_q, grad_k, grad_v, of_decay)[: 3 if log_decay is None else 4])
-                of_queries[i] = kept[i] = None
+                of_queries[i] = saved[i] = None
             return _joined(pieces, lambda: tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
 
         ctx.call.gradients = gradients
@@ -370,8 +370,8 @@ class _FromTotal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor):
         call = Call(job.score, causal=True, attention_mask=job.mask)
-        values, weights, _ = ops.state_of_keys(k, v, call)
-        total = _total(_pack((values, weights)), job, "states")
+        kv_state, k_sum, _ = ops.state_of_keys(k, v, call)
+        total = _total(_pack((kv_state, k_sum)), job, "states")
         o, z, *_ = ops.prefill(q, k, v, _reading(call, k), *_unpack(total, v))
         ctx.save_for_backward(q, k, v, o, z, total)
         ctx.job = job

@@ -1,4 +1,4 @@
-"""The operators in PyTorch operations, on any device."""
+"""Attention, states and their gradients in PyTorch operations, on any device."""
 
 from fastmax.eager import linear, planner, quadratic, softmax  # noqa: F401  (submodules, read as attributes)
 from fastmax.eager.attention import backward, forward

@@ -30,10 +30,10 @@ class AttentionGradients(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Return the output (b, h, n, dv) in q's dtype and layout, and the denominators (b, h, n) in the compute dtype; softmax
-    attention returns the log-sum-exp in place of the denominators.
+    """Returns the output (b, h, n, dv) in q's dtype and layout, and the denominators (b, h, n) in the compute dtype.
 
-    `differentiable` keeps to operations that autograd can record; otherwise large temporaries are written in place.
+    Softmax attention and exact windows return the log-sum-exp in place of the denominators. With `differentiable`, autograd can
+    record all operations; otherwise large temporaries are written in place.
     """
     o, z = _without_noise(q, k, v, call, differentiable)
     if call.drop_noise is None:
@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
 
 
 def _without_noise(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Return the result of `forward` without dropout noise."""
+    """Returns the result of `forward` without dropout noise."""
     finish = finish_of(call)
     o = empty_like_layout(q, v.shape[-1])
     z = q.new_full(q.shape[:3], tiles_of(call).NO_KEYS, dtype=compute_dtype(q.dtype))
@@ -72,7 +72,7 @@ def _without_noise(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: 
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
-    """Convert the tensors to the compute dtype, so that autograd sums the blocks' gradients in it and rounds them once."""
+    """Returns the inputs in the compute dtype, so that autograd sums the gradients of the blocks in it and rounds them once."""
     dtype, rpe = compute_dtype(q.dtype), call.rpe_matrix
     call = call._replace(rpe_matrix=None if rpe is None else rpe.to(dtype))
     return q.to(dtype), k.to(dtype), v.to(dtype), call
@@ -81,11 +81,12 @@ def _widened(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 def backward(
     grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
 ) -> AttentionGradients:
-    """Return the gradients of q, k, v in their dtypes and layouts, and of the call's differentiable tensors.
+    """Returns the gradients of q, k and v in their dtypes and layouts, and of the call's differentiable tensors.
 
-    With g_i and e_i of `tiles.row_terms` the derivative of the loss by the weight w_ij is `u_ij = g_i . v_j + e_i` (softmax:
-    by the normalised weight). Everything else follows from `w_ij = f(s_ij)`. `grad_z` is the gradient of the denominator or
-    of the log-sum-exp; it is not read where a query sees no key.
+    With g_i and e_i of `row_terms`, the derivative of the loss with respect to the weight w_ij is `u_ij = g_i . v_j + e_i`; for
+    softmax, with respect to the normalised weight. The tiles derive the other gradients from it (`fastmax.eager.tiles`).
+
+    `grad_z` is the gradient of the denominators or of the log-sum-exp. It is ignored for queries that see no key.
     """
     rpe, log_decay = call.rpe_matrix, call.log_decay
     grads = InputGradients.zeros(q, k, v)

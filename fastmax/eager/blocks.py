@@ -1,7 +1,8 @@
 """Blocks of q, k and v, the operands of a head group, and the sums of their gradients.
 
-A block is a contiguous run of tokens of a group of heads, as a 3-d tensor of the compute dtype: fp32 for fp32, fp16 and
-bfloat16 input, fp64 for fp64.
+A block is a 3-d tensor (B, R, channels) of consecutive tokens in the compute dtype: float64 for float64 inputs, else float32.
+B counts pairs of a batch entry and a kv head, and chunks within them. R counts tokens; for queries, those of all query heads of
+the kv head.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastmax.eager.decay import Decay, DecayGradient
 
 
 class Span(NamedTuple):
-    """Tokens `start .. start + count * length`: `count` chunks of `length`, handled side by side."""
+    """The tokens `start .. start + count * length`: `count` chunks of `length`, which are computed in parallel."""
 
     start: int
     count: int
@@ -36,13 +37,13 @@ class Span(NamedTuple):
 
 Group = tuple[slice, slice]  # the batch entries and the kv heads of a head group
 
-# Takes a span of queries with the sums of its attention: the numerator (B, R, dv), the denominator (B, R, 1), and for softmax
+# Receives a span of queries and the sums of its attention: the numerator (B, R, dv), the denominator (B, R, 1), and for softmax
 # the maximum (B, R, 1) that both are relative to.
 Sink = Callable[[Span, tuple[Tensor, ...]], None]
 
 
 def spans(start: int, stop: int, length: int, count: int = 1) -> list[Span]:
-    """Cover `start .. stop` by chunks of `length`, `count` at a time; the ragged rest is a chunk of its own."""
+    """Returns spans of up to `count` chunks of `length` that cover `start .. stop`; a shorter rest is a chunk of its own."""
     out = []
     while stop - start >= length:
         out.append(Span(start, min(count, (stop - start) // length), length))
@@ -53,7 +54,7 @@ def spans(start: int, stop: int, length: int, count: int = 1) -> list[Span]:
 
 
 def head_groups(batch: int, heads: int, size: int) -> Iterator[Group]:
-    """Slices over batch and kv heads with at most `size` (batch, head) pairs each."""
+    """Yields slices over batch and kv heads with at most `size` (batch, head) pairs each."""
     head_step = min(heads, size)
     batch_step = max(1, size // heads)
     for b in range(0, batch, batch_step):
@@ -62,17 +63,20 @@ def head_groups(batch: int, heads: int, size: int) -> Iterator[Group]:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that inputs of a dtype are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def token_major(x: Tensor) -> bool:
-    """Whether (b, h, n, channels) lies as (b, n, h, channels)."""
+    """Returns whether x (b, h, n, channels) has the memory layout (b, n, h, channels)."""
     return x.stride(1) < x.stride(2)
 
 
 def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None, tokens: int | None = None) -> Tensor:
-    """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous; n is that
-    of x where `tokens` is None."""
+    """Returns an uninitialised tensor (b, h, tokens, channels) with the sizes of x, token-major if x is, else contiguous.
+
+    `tokens` None: those of x.
+    """
     b, h, n, _ = x.shape
     n = n if tokens is None else tokens
     if token_major(x):
@@ -81,28 +85,28 @@ def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None
 
 
 def split_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """Reshape (b, h, tokens, c) to (b, kv_heads, h // kv_heads, tokens, c)."""
+    """Returns x (b, h, tokens, c) as (b, kv_heads, h // kv_heads, tokens, c)."""
     return x.unflatten(1, (kv_heads, -1))
 
 
 def to_blocks(x: Tensor, span: Span) -> Tensor:
-    """(batch, kv heads, group, tokens, c) -> (batch * kv heads * span.count, group * span.length, c), compute dtype."""
+    """Returns a span of x (batch, kv heads, group, tokens, c) as (batch * kv heads * span.count, group * span.length, c)."""
     x = x[:, :, :, span.start : span.stop].to(compute_dtype(x.dtype))
     return rearrange(x, "b h g (count t) c -> (b h count) (g t) c", count=span.count)
 
 
 def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
-    """Inverse of `to_blocks` for the (batch, kv heads, group) of `like`, in the compute dtype."""
+    """Returns the inverse of `to_blocks`, in the compute dtype, with the (batch, kv heads, group) of `like`."""
     b, h, g = like.shape[:3]
     return rearrange(x, "(b h count) (g t) c -> b h g (count t) c", b=b, h=h, g=g, count=span.count)
 
 
 class KeyFactors(NamedTuple):
-    """The factors of a block of keys, each (B, length, 1) or None for 1, that multiply f(s) in the weights of these keys.
+    """The factors of a block of keys, each (B, length, 1) or None for 1. They multiply f(s) in the weights of these keys.
 
-    Every pair of a query and a key is computed either in a tile or through the state. In a tile its weight is multiplied by
-    `weight`; the tile's exponent holds the decays. Where the key enters the state, its weight is multiplied by both. The
-    gradient of v gets the same factor: a tile's from the weights, the state's from `times_state_factor`.
+    Every pair of a query and a key is computed either in a tile or through the state. In a tile, the weight is multiplied by
+    `weight`, and the decays are in the tile's exponent. A key that is added to the state is multiplied by both factors. The
+    gradient of v needs the same factors: in a tile it gets them from the weights, through the state from `times_state_factor`.
     """
 
     weight: Tensor | None  # of the attention mask: 0 where a key is masked, else 1
@@ -110,25 +114,25 @@ class KeyFactors(NamedTuple):
 
     @property
     def in_state(self) -> Tensor | None:
-        """The product of all factors, with which the key enters the state."""
+        """The product of both factors, which multiplies a key that is added to the state."""
         if self.weight is None or self.decay is None:
             return self.decay if self.weight is None else self.weight
         return self.weight * self.decay
 
     def times_state_factor(self, x: Tensor) -> Tensor:
-        """Return x (B, length, channels) times `in_state`."""
+        """Returns x (B, length, channels) times `in_state`."""
         factor = self.in_state
         return x if factor is None else x * factor
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One head group of the operator's inputs. 5-d: (batch, kv heads, group, tokens, channels), group = 1 for k and v."""
+    """The inputs of one head group. q, k and v are (batch, kv heads, group, tokens, channels), with group = 1 for k and v."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    call: Call  # its tensors are the group's
+    call: Call  # with the tensors of this head group
     tiles: ModuleType  # `fastmax.eager.tiles` or, for softmax, `fastmax.eager.flash`
     decay: Decay | None = None  # of the call's log_decay, k_start and k_end
 
@@ -159,10 +163,11 @@ class Operands:
 
     @property
     def shift(self) -> int:
-        """Key `i + shift` is the last one that query i sees when causal."""
+        """m - n: key `i + shift` is at the position of query i, and the last one that it sees in a causal call."""
         return self.m - self.n
 
     def q_block(self, span: Span) -> Tensor:
+        """Returns a block of q times the scale of the score."""
         return to_blocks(self.q, span) * self.score.scale
 
     def k_block(self, span: Span) -> Tensor:
@@ -182,7 +187,7 @@ class Operands:
         return None if self.call.left < 0 else self.call.left
 
     def key_factors(self, span: Span) -> KeyFactors:
-        """Return the factors of a block of keys, without decays."""
+        """Returns the factors of a block of keys, without decays."""
         mask = self.call.attention_mask
         if mask is None:
             return KeyFactors(None)
@@ -199,19 +204,19 @@ class InputGradients(NamedTuple):
 
     @classmethod
     def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> InputGradients:
-        """Return zeros for these inputs."""
+        """Returns zeros for these inputs."""
         return cls(*(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v)))
 
     def of_group(self, group: Group, kv_heads: int) -> InputGradients:
-        """Return the 5-d views of a head group, as `Operands` holds q, k and v."""
+        """Returns the 5-d views of a head group, as `Operands` holds q, k and v."""
         return InputGradients(*(split_heads(x, kv_heads)[group] for x in self))
 
 
 class Gradients:
-    """Sums the blocks' gradients of one head group in the compute dtype, then writes them out."""
+    """Sums the gradients of the blocks of one head group in the compute dtype."""
 
     def __init__(self, ops: Operands, out: InputGradients, rpe: Tensor | None = None):
-        """`out`: zeroed views of the head group; `rpe`: the sum of grad_rpe over all groups."""
+        """`out`: zeroed gradients of the head group; `rpe`: the gradient of the rpe matrix, summed over all groups."""
         self._ops = ops
         self._out = out
         self._sums = InputGradients(*(x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out))
@@ -224,7 +229,7 @@ class Gradients:
         total.add_(from_blocks(x, span, total)[..., : total.shape[-1]], alpha=scale)
 
     def add_q(self, span: Span, x: Tensor) -> None:
-        """x is the gradient of the scaled q."""
+        """Adds the gradient x of the scaled q."""
         self._add(self._sums.q, span, x, self._ops.score.scale)
 
     def add_k(self, span: Span, x: Tensor) -> None:
@@ -237,49 +242,51 @@ class Gradients:
         self._rpe[rows] += x
 
     def write(self) -> None:
+        """Writes the sums to `out`."""
         for total, out in zip(self._sums, self._out, strict=True):
             if total is not out:
                 out.copy_(total)
 
 
 def recording(*tensors: Tensor | None) -> bool:
-    """Whether operations on these tensors are recorded, by autograd or by a compiler: then none writes in place."""
+    """Returns whether autograd or a compiler records operations on these tensors, so that they must not write in place."""
     return torch.compiler.is_compiling() or differentiating(*tensors)
 
 
 def differentiating(*tensors: Tensor | None) -> bool:
-    """Whether autograd (reverse or forward mode, torch.func too) watches an operation on these tensors."""
+    """Returns whether autograd records operations on these tensors, in reverse or forward mode or in torch.func."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
     return is_transformed()
 
 
 def is_transformed() -> bool:
-    """Whether forward mode or a torch.func transform is active."""
+    """Returns whether forward mode or a torch.func transform is active."""
     return torch.autograd.forward_ad._current_level >= 0 or in_functorch()
 
 
 def in_functorch() -> bool:
-    """Whether a torch.func transform (grad, vmap, jvp, ...) is active."""
-    return torch._C._are_functorch_transforms_active()  # which, unlike the stack of transforms itself, compilers see through
+    """Returns whether a torch.func transform (grad, vmap, jvp, ...) is active."""
+    return torch._C._are_functorch_transforms_active()  # compilers can trace it, but not a look at the stack
 
 
 class Scan:
-    """Runs a step over spans in order, carrying a state, and hands each output to `sink`.
+    """Runs a step over spans in order, carries a state from step to step, and passes each output to `sink`.
 
-    Two levels of checkpointing, for when autograd records, keep the number of live states at the square root of the number
-    of spans, so that `use_custom_gradient=False` is linear in memory too.
+    If autograd records, two levels of checkpointing keep the number of live states at the square root of the number of spans.
+    So `use_custom_gradient=False` needs linear memory too.
     """
 
     def __init__(self, checkpointing: bool):
-        # Checkpointing is made of saved-tensor hooks, which torch.func transforms refuse, and of a function that has no
-        # forward-mode derivative in PyTorch 2.11.
+        # Checkpointing uses saved-tensor hooks, which torch.func transforms refuse, and a function without a forward-mode
+        # derivative in PyTorch 2.11.
         self.checkpointing = checkpointing and not is_transformed()
 
     def call(self, function: Callable, todo: Span | list[Span], state: tuple):
+        """Returns `function(todo, state)`, as a checkpoint if autograd records."""
         if not self.checkpointing:
             return function(todo, state)
-        # Tensor by tensor: what hides in a tuple would outlive the checkpoint around this one.
+        # Each tensor is an argument of its own: tensors inside a tuple would outlive the enclosing checkpoint.
         make = getattr(state, "_make", tuple)
         return checkpoint(lambda *state: function(todo, make(state)), *state, use_reentrant=False, preserve_rng_state=False)
 

@@ -1,4 +1,8 @@
-"""A recurrent step that buffers tokens and adds them to the state in blocks of `flush_interval`."""
+"""A recurrent step that buffers tokens and adds them to the state in blocks of `flush_interval`.
+
+The `local_` tensors hold the tokens that are not in the sums: the last W = exact_window tokens, and up to T = flush_interval
+buffered ones before them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ def buffered_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     local_keys: Tensor,
     local_values: Tensor,
     local_mask: Tensor,
@@ -27,80 +31,82 @@ def buffered_step_(
     exact_window: int,
     score: Score,
 ) -> Tensor:
-    """The output (b, h, 1, dv) in q's dtype of a step that writes over the tensors of a state, `values` to `buffered`.
+    """Returns the output of a step, (b, h, 1, dv) in q's dtype, and overwrites the tensors of the state.
 
-    q, k, v, mask and log_decay of `decode_step`; the tensors of `fastmax.decoding.DecodeState` with W = exact_window and
-    T = flush_interval. Where T tokens are buffered already, the oldest T join the sums first.
+    q, k, v, mask and log_decay are those of `decode_step`; the tensors of the state are those of `DecodeState`. If T tokens are
+    buffered already, the oldest T tokens are added to the sums first.
     """
     b, heads = k.shape[:2]
-    kept = local_keys, local_values, local_mask, local_decays
+    local = local_keys, local_values, local_mask, local_decays
     full = buffered >= local_keys.shape[2] - exact_window
     if not is_at_hand(full) or bool(full.any()):
-        _fold_(full, values, weights, kept, exact_window, score)
+        _flush_(full, kv_state, k_sum, local, exact_window, score)
         buffered.masked_fill_(full, 0)
-    at = buffered.long() + exact_window  # place of the token, (b, hk)
+    at = buffered.long() + exact_window  # index of the token among the local ones, (b, hk)
     decay = local_decays.new_zeros(b, heads, 1) if log_decay is None else not_above_zero(log_decay)
-    takes_part = local_mask.new_ones(b, 1) if mask is None else mask
-    for x, new in zip(kept, (k, v, takes_part.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
+    is_visible = local_mask.new_ones(b, 1) if mask is None else mask
+    for x, new in zip(local, (k, v, is_visible.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
         place = at.view(b, heads, *(1,) * (x.dim() - 2)).expand_as(new)
         x.scatter_(2, place, new)
     buffered.add_(1)
-    return _read(q, values, weights, kept, at, exact_window, score)
+    return _read(q, kv_state, k_sum, local, at, exact_window, score)
 
 
-def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ...], exact_window: int, score: Score) -> None:
-    """Add the oldest T tokens of the full heads (b, hk) to the state, and move the last W tokens to the front."""
-    count = kept[0].shape[2] - exact_window
-    keys, tokens, mask, decays = (x[:, :, :count] for x in kept)
-    fade = torch.where(mask, decay_to_last(decays).exp(), 0.0)
-    takes_part = (fade != 0).unsqueeze(-1)
-    features = distinct_features(torch.where(takes_part, keys, 0).to(values.dtype), score.order) * fade.unsqueeze(-1)
-    tokens = torch.where(takes_part, tokens, 0).to(values.dtype)
-    factor = _factor_of_sums(decays, weights)
-    new_weights = _decayed(weights, factor) + features.sum(2)
-    new_values = _decayed(values, factor.unsqueeze(-1))
+def _flush_(full: Tensor, kv_state: Tensor, k_sum: Tensor, local: tuple[Tensor, ...], exact_window: int, score: Score) -> None:
+    """Adds the oldest T tokens to the sums and moves the last W tokens to the front, in the heads with `full` (b, hk)."""
+    count = local[0].shape[2] - exact_window
+    keys, tokens, mask, decays = (x[:, :, :count] for x in local)
+    factors = torch.where(mask, decay_to_last(decays).exp(), 0.0)
+    is_visible = (factors != 0).unsqueeze(-1)
+    features = distinct_features(torch.where(is_visible, keys, 0).to(kv_state.dtype), score.order) * factors.unsqueeze(-1)
+    tokens = torch.where(is_visible, tokens, 0).to(kv_state.dtype)
+    factor = _factor_of_sums(decays, k_sum)
+    new_k_sum = _decayed(k_sum, factor) + features.sum(2)
+    new_kv_state = _decayed(kv_state, factor.unsqueeze(-1))
     for t in range(count):  # a matrix product might round to TF32
-        new_values.addcmul_(features[:, :, t].unsqueeze(-1), tokens[:, :, t].unsqueeze(-2))
-    moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in kept)
-    for x, new in ((values, new_values), (weights, new_weights), *moved):
+        new_kv_state.addcmul_(features[:, :, t].unsqueeze(-1), tokens[:, :, t].unsqueeze(-2))
+    moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in local)
+    for x, new in ((kv_state, new_kv_state), (k_sum, new_k_sum), *moved):
         x.copy_(torch.where(full.view(*full.shape, *(1,) * (x.dim() - 2)), new, x))
 
 
 def _read(
-    q: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ...], at: Tensor, exact_window: int, score: Score
+    q: Tensor, kv_state: Tensor, k_sum: Tensor, local: tuple[Tensor, ...], at: Tensor, exact_window: int, score: Score
 ) -> Tensor:
-    """Return the output of the token at place `at` (b, hk) of the buffer."""
-    keys, tokens, mask, decays = kept
+    """Returns the output of the token at index `at` (b, hk) of the local tokens."""
+    keys, tokens, mask, decays = local
     place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
     decays = torch.where(place <= at, decays, 0.0)
-    fading, sums_decay = decay_to_last(decays), _factor_of_sums(decays, weights)
-    takes_part = mask & (place <= at)
-    keys, tokens = (torch.where(takes_part.unsqueeze(-1), x, 0).to(values.dtype) for x in (keys, tokens))
-    s = (score.scale * q.squeeze(2).to(values.dtype)).unflatten(1, (keys.shape[1], -1)) @ keys.mT  # (b, hk, group, places)
+    log_factors, sums_factor = decay_to_last(decays), _factor_of_sums(decays, k_sum)
+    is_visible = mask & (place <= at)
+    keys, tokens = (torch.where(is_visible.unsqueeze(-1), x, 0).to(kv_state.dtype) for x in (keys, tokens))
+    s = (score.scale * q.squeeze(2).to(kv_state.dtype)).unflatten(1, (keys.shape[1], -1)) @ keys.mT  # (b, hk, group, places)
 
-    is_global = takes_part & (place <= at - exact_window)
+    is_global = is_visible & (place <= at - exact_window)
     polynomial = score.a0 + s * (score.a1 + (score.a2 if score.order == 2 else 0.0) * s)
-    far = torch.where(is_global.unsqueeze(2), polynomial * fading.exp().unsqueeze(2), 0.0)
-    query, sums_decay = query_features(q, weights, score), sums_decay.unsqueeze(-1)
-    z = far.sum(-1, keepdim=True) + _decayed(query @ weights.unsqueeze(-1), sums_decay)
-    o = (far @ tokens + _decayed(query @ values, sums_decay)) * reciprocal(z)
+    weights = torch.where(is_global.unsqueeze(2), polynomial * log_factors.exp().unsqueeze(2), 0.0)
+    query, sums_factor = query_features(q, k_sum, score), sums_factor.unsqueeze(-1)
+    z = weights.sum(-1, keepdim=True) + _decayed(query @ k_sum.unsqueeze(-1), sums_factor)
+    o = (weights @ tokens + _decayed(query @ kv_state, sums_factor)) * reciprocal(z)
     o = o.flatten(1, 2).unsqueeze(2)
     if exact_window > 0:
-        is_local = takes_part & (place > at - exact_window)
-        near, lse = softmax_of(torch.where(is_local.unsqueeze(2), s + fading.unsqueeze(2), -torch.inf), tokens)
-        o_global, o = o, near.flatten(1, 2).unsqueeze(2)
+        is_local = is_visible & (place > at - exact_window)
+        o_local, lse = softmax_of(torch.where(is_local.unsqueeze(2), s + log_factors.unsqueeze(2), -torch.inf), tokens)
+        o_global, o = o, o_local.flatten(1, 2).unsqueeze(2)
         merge_(o, lse.flatten(1, 2).unsqueeze(2), o_global, z.flatten(1, 2), None)
     return o.to(q.dtype)
 
 
-def _factor_of_sums(decays: Tensor, weights: Tensor) -> Tensor:
-    """(b, hk, 1), of the sums at the last of the tokens: NaN where a decay is, unless there is no key in the sums. Sums of NaN
-    stay NaN until a decay of -inf."""
-    total, keys = sum_of_decays(decays), weights[..., :1]
+def _factor_of_sums(decays: Tensor, k_sum: Tensor) -> Tensor:
+    """Returns the decay factor of the sums at the last of the tokens, (b, hk, 1).
+
+    It is NaN if a decay is NaN and the sums hold a key. Sums of NaN stay NaN until a decay of -inf.
+    """
+    total, keys = sum_of_decays(decays), k_sum[..., :1]
     total = torch.where(keys.isnan() & (total > -torch.inf), torch.nan, total)
-    return torch.where(total.isnan() & (keys == 0), 0.0, total).exp().to(weights.dtype)
+    return torch.where(total.isnan() & (keys == 0), 0.0, total).exp().to(k_sum.dtype)
 
 
 def _decayed(x: Tensor, factor: Tensor) -> Tensor:
-    """Return x times the factor; 0 where the factor is 0, even if x is not finite."""
+    """Returns x times the factor; 0 where the factor is 0, even if x is not finite."""
     return torch.where(factor == 0, 0.0, x * factor)

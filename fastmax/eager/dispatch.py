@@ -19,25 +19,25 @@ RowTerms = Callable[[Span], tuple[Tensor, ...]]  # see `tiles.row_terms`
 
 
 def tiles_of(call: Call) -> ModuleType:
-    """Return the module that computes one tile of the call's weights."""
+    """Returns the module that computes one tile of the call's weights."""
     if isinstance(call.score, Softmax):
         return flash
     return exact if call.exact_window > 0 else tiles
 
 
 def finish_of(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function from the sums of a row to its output and its denominator or log-sum-exp."""
+    """Returns the function from the sums of a row to its output and its denominator or log-sum-exp."""
     kind = tiles_of(call)
     return tiles.finish_decayed if kind is tiles and call.log_decay is not None else kind.finish
 
 
 def group_size(q: Tensor, k: Tensor) -> int:
-    """Number of query heads per kv head; 1 for tensors without heads."""
+    """Returns the number of query heads per kv head; 1 for tensors without heads."""
     return max(1, q.shape[1] // max(1, k.shape[1]))
 
 
 def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """Return "quadratic" or "linear": the only one that supports the call, the requested one, or the cheaper one."""
+    """Returns "quadratic" or "linear": the only one that supports the call, the requested one, or the cheaper one."""
     bounded = not call.causal and (call.k_start is not None or call.k_end is not None)
     if isinstance(call.score, Softmax) or call.exact_window > 0 or call.rpe_matrix is not None or bounded:
         return "quadratic"
@@ -48,7 +48,7 @@ def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[ModuleType, LinearPlan | QuadraticPlan]:
-    """Return the module of the call's algorithm, and its block sizes."""
+    """Returns the module of the call's algorithm, and its block sizes."""
     if algorithm_of(q, k, v, call) == "linear":
         return linear, linear_plan_of(q, k, v, call)
     (b, hk, m, _), n = k.shape, q.shape[2]
@@ -56,7 +56,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[ModuleType, Li
 
 
 def linear_plan_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> LinearPlan:
-    """Return the block sizes of the linear algorithm."""
+    """Returns the block sizes of the linear algorithm."""
     (b, hk, _, d), dv = k.shape, v.shape[3]
     return planner.plan_linear(q.device, b * hk, group_size(q, k), d, dv, call.score.order)
 
@@ -69,7 +69,7 @@ def operands(
     group: Group = (slice(None), slice(None)),
     state: Tensor | None = None,
 ) -> Operands:
-    """Return the operands of a head group; `state` (b, hk) is that of `Decay`."""
+    """Returns the operands of a head group; `state` (b, hk) is the argument of `Decay`."""
     batch, _ = group
     mask = call.attention_mask
     per_head = {name: getattr(call, name) for name in PER_HEAD}
@@ -100,7 +100,7 @@ class RecordedOutput:
         self._parts.append(self._finish(*(from_blocks(x, span, self._like) for x in sums)))
 
     def join(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output in q's dtype and layout, and the second result of `finish`; needs at least one query."""
+        """Returns the output in q's dtype and layout, and the second result of `finish`; needs at least one query."""
         o, z = (torch.cat(parts, dim=3).flatten(1, 2) for parts in zip(*self._parts, strict=True))
         o = o.to(q.dtype)
         if token_major(q):
@@ -109,7 +109,7 @@ class RecordedOutput:
 
 
 def row_inputs(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor, call: Call) -> dict[str, Tensor]:
-    """Return the arguments of `row_terms` by name, each (b, h, n, channels)."""
+    """Returns the arguments of `row_terms` by name, each (b, h, n, channels)."""
     rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
     if grad_z is not None:
         rows["grad_z"] = grad_z.unsqueeze(-1)
@@ -119,6 +119,6 @@ def row_inputs(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor, call
 
 
 def row_terms_of(ops: Operands, rows: dict[str, Tensor], kv_heads: int, group: Group) -> RowTerms:
-    """Return the function from a span of a head group's queries to its `row_terms`."""
+    """Returns the function from a span of a head group's queries to its `row_terms`."""
     of_group = {name: split_heads(x, kv_heads)[group] for name, x in rows.items()}
     return lambda span: ops.tiles.row_terms(ops.call, **{name: to_blocks(x, span) for name, x in of_group.items()})

@@ -1,7 +1,7 @@
 """Second-order features: the products `x_a x_b` as block-symmetric tiles.
 
-The columns of x are cut into blocks of `TILE`; each block is multiplied by itself and by every later column. At d = 64 that is
-2560 features instead of 4096 (2080 pairs are distinct, but gathering just those costs ten times more than multiplying).
+The columns of x are cut into blocks of `TILE`. Each block is multiplied by itself and by every later column. At d = 64 there
+are 2560 features instead of 4096. Only 2080 pairs are distinct, but gathering them takes ten times as long as multiplying.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from torch.nn import functional as F
 
 from fastmax.eager.workspace import Workspace
 
-TILE = 16  # columns a block; 8 saves another 10% of the flops and loses them to twice the number of broadcast calls
+TILE = 16  # columns per block; 8 would save another 10% of the flops, but needs twice as many calls
 
 
 def padded_head_dim(d: int) -> int:
-    """The width that features are built for: `d`, or the next multiple of the tile beyond one tile."""
+    """Returns the padded head dim: d if it is at most one tile, else the next multiple of the tile."""
     return d if d <= TILE else -(-d // TILE) * TILE
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
-    """Zero columns up to the padded head dim; they change no score."""
+    """Returns x padded with zero columns to the padded head dim; they change no score."""
     width = padded_head_dim(x.shape[-1])
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def feature_count(d: int) -> int:
-    """Number of second-order features kept for a padded head dim."""
+    """Returns the number of second-order features of a padded head dim."""
     return d * (d + min(d, TILE)) // 2
 
 
 def _blocks(d: int) -> list[tuple[slice, slice, slice]]:
-    """For each block of columns of a padded head dim: its columns, the columns from it on, and its features."""
+    """Returns for each block of columns of a padded head dim: its columns, its and all later columns, and its features."""
     tile = min(d, TILE)
     out, first = [], 0
     for start in range(0, d, tile):
@@ -43,9 +43,9 @@ def _blocks(d: int) -> list[tuple[slice, slice, slice]]:
 
 
 def pair_features(x: Tensor, workspace: Workspace | None, doubled: bool = False) -> Tensor:
-    """(B, R, d) -> (B, R, feature_count(d)); d is padded already.
+    """Returns the second-order features of x (B, R, d), (B, R, feature_count(d)); d is padded already.
 
-    `doubled` counts products of different blocks twice. One side of `phi(x).phi(y)` must, to make it `(x.y)^2`.
+    With `doubled`, products of different blocks count twice. `phi(x).phi(y)` equals `(x.y)^2` if one side is doubled.
     """
     d = x.shape[-1]
     twice = 2.0 * x if doubled and d > TILE else x
@@ -65,7 +65,7 @@ def pair_features(x: Tensor, workspace: Workspace | None, doubled: bool = False)
 
 
 def symmetrize(state: Tensor, d: int, workspace: Workspace) -> Tensor:
-    """Sums over features (B, feature_count(d), c) -> the full symmetric tensor as (B, d, c, d); d is padded already."""
+    """Returns a state over features (B, feature_count(d), c) as the full symmetric tensor (B, d, c, d); d is padded already."""
     out = workspace.buffer("symmetric", state.shape[0], d, state.shape[-1], d)
     full = out.transpose(2, 3)
     for columns, later, features in _blocks(d):
@@ -76,20 +76,20 @@ def symmetrize(state: Tensor, d: int, workspace: Workspace) -> Tensor:
 
 
 def state_rows(d: int, order: int) -> int:
-    """Rows of a state with one for each distinct product: 1, x_a and, for order 2, x_a x_b with a <= b."""
+    """Returns the number of distinct features: 1, x_a and, for order 2, x_a x_b with a <= b."""
     return 1 + d + (d * (d + 1) // 2 if order == 2 else 0)
 
 
 def symmetric_index(d: int) -> Tensor:
-    """(d, d): the row of each pair among the d(d+1)/2 pairs a <= b, in the order of `torch.triu_indices`; on the CPU."""
+    """Returns the index of each pair among the d(d+1)/2 pairs a <= b of `torch.triu_indices`, (d, d) on the CPU."""
     a = torch.arange(d, device="cpu")
     low, high = torch.minimum(a[:, None], a), torch.maximum(a[:, None], a)
     return low * d - low * (low - 1) // 2 + high - low
 
 
 def triangle_index(d: int) -> Tensor:
-    """For each feature of the padded head dim its row in `symmetric_index`, and d(d+1)/2 for padding; on the CPU."""
-    # Not cached: a tensor made in inference mode, or by fake tensors, would fail outside of it.
+    """Returns for each feature of the padded head dim its `symmetric_index`, or d(d+1)/2 for padding, on the CPU."""
+    # Not cached: a tensor made in inference mode or in fake mode would fail outside that mode.
     width = padded_head_dim(d)
     index = torch.full((width, width), d * (d + 1) // 2, device="cpu")
     index[:d, :d] = symmetric_index(d)
@@ -97,7 +97,7 @@ def triangle_index(d: int) -> Tensor:
 
 
 def fold_pairs(state: Tensor, d: int) -> Tensor:
-    """Sums over features (B, feature_count, c) -> one row for each distinct pair (B, d(d+1)/2, c)."""
+    """Returns a state over features (B, feature_count, c) with one row for each distinct pair, (B, d(d+1)/2, c)."""
     index = triangle_index(d)
     first = torch.empty(d * (d + 1) // 2 + 1, dtype=torch.long, device="cpu")
     first[index] = torch.arange(index.numel(), device="cpu")
@@ -105,5 +105,5 @@ def fold_pairs(state: Tensor, d: int) -> Tensor:
 
 
 def unfold_pairs(rows: Tensor, d: int) -> Tensor:
-    """The inverse of `fold_pairs`."""
+    """Returns the inverse of `fold_pairs`."""
     return F.pad(rows, (0, 0, 0, 1))[:, triangle_index(d).to(rows.device)]

@@ -1,12 +1,17 @@
-"""The linear algorithm: a prefix state of key features replaces the keys.
+"""The linear algorithm: a state of sums over keys replaces the keys.
 
     f(q.k) = a0 + a1 q.k + a2 (q (x) q).(k (x) k)
 
-so `sum_j f(q_i.k_j) v_j` needs of the keys only `sum_j v_j`, `sum_j k_j v_j^T` and `sum_j (k_j (x) k_j) v_j^T`, and the
-denominator the same sums without v. Causal attention walks the sequence in chunks. The inter-chunk part reads the state, the
-intra-chunk part is a tile of the quadratic algorithm. Decays and sequence starts are factors of what a chunk reads from the
-state, of what it adds to it, and of the state carried past it (`fastmax.eager.decay`). The backward walks forwards once for dq
-(the same states, recomputed) and in reverse once for dk and dv, with states of q, g and e in place of k, v and 1.
+so the numerator of a query needs three sums over the keys, and the denominator needs the same sums without v:
+
+    sum_j v_j      sum_j k_j v_j^T      sum_j (k_j (x) k_j) v_j^T
+
+Causal attention passes over the sequence in chunks. The inter-chunk part is computed from the state before the chunk. The
+intra-chunk part is a tile of the quadratic algorithm. Decays and sequence bounds become factors per chunk: of the sums read
+from the state, of the keys that are added to the state, and of the state itself (`fastmax.eager.decay.Factors`).
+
+The backward makes two passes. A forward pass over the chunks recomputes the states of the keys and adds dq. A reverse pass adds
+dk and dv from states of the queries, which are sums of the same kind with q, g and e in place of k, v and 1.
 """
 
 from __future__ import annotations
@@ -37,21 +42,21 @@ from fastmax.eager.workspace import Workspace
 
 
 class State(NamedTuple):
-    """Sums over tokens of features of x (B, C, d) times y (B, C, c) and times a weight (B, C, 1), None for 1; d is padded.
+    """Sums over tokens j with vectors x (B, C, d) and y (B, C, c) and a weight (B, C, 1), None for 1; d is padded.
 
-    Forward: x = k, y = v, weight 0 where a key is masked. Backward: x = q, y = g, weight e.
+    State of keys: x = k, y = v, weight 0 where a key is masked. State of queries: x = q, y = g, weight e.
     """
 
-    zeroth: Tensor  # (B, 1, c)
-    first: Tensor  # (B, d, c)
-    second: Tensor | None  # (B, feature_count(d), c); None for order 1, as is moment2
-    moment0: Tensor  # (B, 1, 1)
-    moment1: Tensor  # (B, 1, d)
-    moment2: Tensor | None  # (B, d, d)
+    zeroth: Tensor  # (B, 1, c): sum of y
+    first: Tensor  # (B, d, c): sum of x y^T
+    second: Tensor | None  # (B, feature_count(d), c): sum of pair_features(x) y^T; None for order 1
+    moment0: Tensor  # (B, 1, 1): sum of weight
+    moment1: Tensor  # (B, 1, d): sum of weight x
+    moment2: Tensor | None  # (B, d, d): sum of weight x x^T; None for order 1
 
 
 def empty_state(blocks: int, d: int, channels: int, order: int, like: Tensor) -> State:
-    """The state before any token, in the dtype and on the device of `like`."""
+    """Returns the state before any token, in the dtype and on the device of `like`."""
     d = padded_head_dim(d)
 
     def zeros(*shape: int) -> Tensor:
@@ -62,9 +67,9 @@ def empty_state(blocks: int, d: int, channels: int, order: int, like: Tensor) ->
     return State(zeros(1, channels), zeros(d, channels), second, zeros(1, 1), zeros(1, d), moment2)
 
 
-def unpack_state(values: Tensor, weights: Tensor, d: int, order: int) -> State:
-    """The state from its rows 1, x_a, x_a x_b (a <= b): values (B, rows, c), weights (B, rows). Copies."""
-    rows = torch.cat([values, weights.unsqueeze(-1)], dim=-1)
+def unpack_state(kv_state: Tensor, k_sum: Tensor, d: int, order: int) -> State:
+    """Returns a new `State` from kv_state (B, rows, c) and k_sum (B, rows), whose rows are 1, x_a and x_a x_b with a <= b."""
+    rows = torch.cat([kv_state, k_sum.unsqueeze(-1)], dim=-1)
     pad = padded_head_dim(d) - d
     zeroth, first, pairs = rows.split([1, d, rows.shape[1] - d - 1], dim=1)
     first = F.pad(first, (0, 0, 0, pad))
@@ -77,18 +82,18 @@ def unpack_state(values: Tensor, weights: Tensor, d: int, order: int) -> State:
 
 
 def pack_state(state: State, d: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `unpack_state`: values (B, rows, c) and weights (B, rows)."""
-    values = [state.zeroth, state.first[:, :d]]
-    weights = [state.moment0.squeeze(1), state.moment1.squeeze(1)[:, :d]]
+    """Returns the inverse of `unpack_state`: kv_state (B, rows, c) and k_sum (B, rows)."""
+    kv_state = [state.zeroth, state.first[:, :d]]
+    k_sum = [state.moment0.squeeze(1), state.moment1.squeeze(1)[:, :d]]
     if state.second is not None:
         a, b = torch.triu_indices(d, d, device=state.second.device)
-        values.append(fold_pairs(state.second, d))
-        weights.append(state.moment2[:, a, b])
-    return torch.cat(values, dim=1), torch.cat(weights, dim=1)
+        kv_state.append(fold_pairs(state.second, d))
+        k_sum.append(state.moment2[:, a, b])
+    return torch.cat(kv_state, dim=1), torch.cat(k_sum, dim=1)
 
 
-def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace: Workspace | None) -> State:
-    """Return the state with tokens added; in place when nothing is recorded."""
+def _add_tokens(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace: Workspace | None) -> State:
+    """Returns the state with tokens added, computed in place if there is a workspace."""
     out = State(*(None,) * len(state)) if workspace is None else state
     weighted = x if weight is None else x * weight
     count = x.shape[1] if weight is None else weight.sum(1, keepdim=True)
@@ -106,8 +111,8 @@ def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace
     )
 
 
-def _read_values(state: State, x: Tensor, score: Score, workspace: Workspace | None) -> Tensor:
-    """`sum_j f(x_i.x_j) y_j` over the tokens j in the state: x (B, R, d) -> (B, R, c)."""
+def _read_y(state: State, x: Tensor, score: Score, workspace: Workspace | None) -> Tensor:
+    """Returns `sum_j f(x_i.x_j) y_j` over the tokens j in the state, (B, R, c), for x (B, R, d)."""
     out = torch.baddbmm(score.a0 * state.zeroth, x, state.first, alpha=score.a1)
     if state.second is not None:
         features = pair_features(x, workspace, doubled=True)
@@ -115,8 +120,8 @@ def _read_values(state: State, x: Tensor, score: Score, workspace: Workspace | N
     return out
 
 
-def _read_weights(state: State, x: Tensor, score: Score) -> Tensor:
-    """`sum_j f(x_i.x_j) weight_j` over the tokens j in the state: x (B, R, d) -> (B, R, 1)."""
+def _read_weight(state: State, x: Tensor, score: Score) -> Tensor:
+    """Returns `sum_j f(x_i.x_j) weight_j` over the tokens j in the state, (B, R, 1), for x (B, R, d)."""
     out = torch.baddbmm(score.a0 * state.moment0, x, state.moment1.mT, alpha=score.a1)
     if state.moment2 is not None:
         out = out + score.a2 * ((x @ state.moment2) * x).sum(-1, keepdim=True)
@@ -124,16 +129,17 @@ def _read_weights(state: State, x: Tensor, score: Score) -> Tensor:
 
 
 def _read_gradient(
-    state: State, x: Tensor, y: Tensor, weight: Tensor | None, score: Score, workspace: Workspace, values: bool = False
+    state: State, x: Tensor, y: Tensor, weight: Tensor | None, score: Score, workspace: Workspace, returns_y: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`sum_j f'(x_i.x_j) (y_i.y_j + weight_i weight_j) x_j` over the tokens j in the state: (B, R, d).
+    """Returns `sum_j f'(x_i.x_j) (y_i.y_j + weight_i weight_j) x_j` over the tokens j in the state, (B, R, d).
 
-    With `values` also `_read_values(state, x)`. Both contract `t_ca = sum_b x_b second_bca`, so that one product serves
-    both; on a CPU that also beats the product rule on the features, whose short sums cost more than the flops they save.
+    The second result is `_read_y(state, x)` if `returns_y`, else None. Both results contract `t_ca = sum_b x_b second_bca`,
+    which is computed once. The product rule on the features needs fewer flops, but is slower on a CPU because its sums are
+    short.
     """
     moment = state.moment1 if weight is None else weight * state.moment1
     dx = torch.baddbmm(moment, y, state.first.mT, beta=score.a1, alpha=score.a1)
-    out = torch.baddbmm(score.a0 * state.zeroth, x, state.first, alpha=score.a1) if values else None
+    out = torch.baddbmm(score.a0 * state.zeroth, x, state.first, alpha=score.a1) if returns_y else None
     if state.second is not None:
         batch, rows, d = x.shape
         full = symmetrize(state.second, d, workspace).flatten(2)
@@ -143,37 +149,41 @@ def _read_gradient(
             dx.baddbmm_(x, state.moment2, alpha=2.0 * score.a2)
         else:
             dx.addcmul_(weight, x @ state.moment2, value=2.0 * score.a2)
-        if values:
+        if returns_y:
             out.add_((t @ x.reshape(batch * rows, d, 1)).view_as(out), alpha=score.a2)
     return dx, out
 
 
 def _read_pairs(state: State, x: Tensor, y: Tensor, weight: Tensor, dx: Tensor, score: Score) -> Tensor:
-    """`sum_j f(s_j) u_j` over the tokens j in the state, s_j = x_i.x_j and u_j = y_i.y_j + weight_i weight_j: (B, R, 1).
+    """Returns `sum_j f(s_j) u_j` over the tokens j in the state, (B, R, 1).
 
-    Nearly all of it is in `dx`, the sum of `f'(s_j) u_j x_j`: `x.dx` is that of `(a1 s_j + 2 a2 s_j^2) u_j`.
+    Here `s_j = x_i.x_j` and `u_j = y_i.y_j + weight_i weight_j`, and dx is the result of `_read_gradient`:
+
+                             x.dx = sum_j (a1 s_j + 2 a2 s_j^2) u_j
+        order 1: sum_j f(s_j) u_j = x.dx     + sum_j a0 u_j
+        order 2: sum_j f(s_j) u_j = x.dx / 2 + sum_j (a0 + a1 s_j / 2) u_j
     """
     share = 0.5 if state.second is not None else 1.0
-    # sums of u_j and, where they are not in x.dx, of s_j u_j
-    of_values, of_weights = score.a0 * state.zeroth, score.a0 * state.moment0
+    of_y, of_weight = score.a0 * state.zeroth, score.a0 * state.moment0  # factors of y and weight in the second sum
     if state.second is not None:
-        of_values = torch.baddbmm(of_values, x, state.first, alpha=0.5 * score.a1)
-        of_weights = torch.baddbmm(of_weights, x, state.moment1.mT, alpha=0.5 * score.a1)
-    return share * (x * dx).sum(-1, keepdim=True) + (y * of_values).sum(-1, keepdim=True) + weight * of_weights
+        of_y = torch.baddbmm(of_y, x, state.first, alpha=0.5 * score.a1)
+        of_weight = torch.baddbmm(of_weight, x, state.moment1.mT, alpha=0.5 * score.a1)
+    return share * (x * dx).sum(-1, keepdim=True) + (y * of_y).sum(-1, keepdim=True) + weight * of_weight
 
 
 def _decayed(state: State, factor: Factor, workspace: Workspace | None) -> State:
-    """Return the state times a factor (B, 1, 1); in place when nothing is recorded."""
+    """Returns the state times a factor (B, 1, 1), computed in place if there is a workspace."""
     if workspace is None:
         return State(*(None if x is None else factor(x) for x in state))
-    factor.fade(*(x for x in state if x is not None))
+    factor.multiply_(*(x for x in state if x is not None))
     return state
 
 
 def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Factor | None) -> tuple[State, State]:
-    """Return the states before each of `count` chunks and the state after all of them, from the chunks' sums.
+    """Returns the states before each of `count` chunks and the state after all of them, from the sums of each chunk.
 
-    `factor` (B * count, 1, 1) multiplies the state carried past each chunk.
+    This is an exclusive scan; with `reverse` it runs from the last chunk to the first. `factor` (B * count, 1, 1) multiplies
+    the state carried past each chunk.
     """
     factors = (None,) * count if factor is None else factor.chunks(count)
 
@@ -182,65 +192,69 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Fac
             return None, None
         chunks = list(zip(x.unflatten(0, (-1, count)).unbind(1), factors, strict=True))
         before = []
-        for chunk, fade in reversed(chunks) if reverse else chunks:
+        for chunk, decay in reversed(chunks) if reverse else chunks:
             before.append(carry)
-            carry = carry + chunk if fade is None else fade.times_plus(carry, chunk)
+            carry = carry + chunk if decay is None else decay.times_plus(carry, chunk)
         return torch.stack(before[::-1] if reverse else before, dim=1).flatten(0, 1), carry
 
     before, after = zip(*(scan(carry, x) for carry, x in zip(state, sums, strict=True)), strict=True)
     return State(*before), State(*after)
 
 
-class _Walk:
-    """A pass over the sequence: its spans, blocks and factors; `workspace` is None while autograd records."""
+class _Chunks:
+    """The chunks of a call: spans, blocks and factors for the passes over them; `workspace` is None while autograd records."""
 
     def __init__(self, ops: Operands, plan: LinearPlan, workspace: Workspace | None):
         self.ops = ops
         self.workspace = workspace
-        # Causal: a chunk holds queries and their keys. The m - n keys before all queries are only added to the state.
+        # Causal: a chunk holds queries and the keys at their positions. The m - n keys before them are only added to the state.
         self.before_queries = spans(0, ops.shift if ops.causal else ops.m, plan.chunk * plan.count)
         length, count = (plan.chunk, plan.count) if ops.causal else (plan.chunk * plan.count, 1)
         self.queries = spans(0, ops.n, length, count)
 
-    def state(self) -> State:
+    def empty_state(self) -> State:
+        """Returns the state before any token, for all heads of the group."""
         blocks = self.ops.k.shape[0] * self.ops.k.shape[1]
         like = self.ops.q.new_empty(0, dtype=self.ops.dtype)
         return empty_state(blocks, self.ops.q.shape[-1], self.ops.v.shape[-1], self.ops.score.order, like)
 
     def keys(self, span: Span) -> Span:
-        """Return the keys of the same chunks as these queries."""
+        """Returns the keys at the positions of these queries."""
         return Span(span.start + self.ops.shift, span.count, span.length)
 
     def q(self, span: Span) -> Tensor:
+        """Returns the scaled and padded q of a span."""
         return pad_head_dim(self.ops.q_block(span))
 
     def k_v(self, span: Span, decay: Tensor | None) -> tuple[Tensor, Tensor, KeyFactors]:
-        """Return k, v and the factors of a chunk of keys, whose decays are given. v is 0 where a key is masked, since products
-        with a large v would overflow before the factor of 0 reaches them."""
+        """Returns k, v and the factors of a span of keys, with the given decay factors.
+
+        v is 0 where a key is masked: a product with a large v could overflow before it is multiplied by the factor 0.
+        """
         factors = self.ops.key_factors(span)._replace(decay=decay)
         v = self.ops.v_block(span)
         return pad_head_dim(self.ops.k_block(span)), v if factors.weight is None else v * factors.weight, factors
 
     def k_v_before_queries(self, span: Span) -> tuple[Tensor, Tensor, KeyFactors]:
-        """Return k, v and the factors of keys before all queries."""
+        """Returns k, v and the factors of a span of the keys before all queries."""
         decay = None if self.ops.decay is None else self.ops.decay.factors_before_queries(span.start, span.stop)
         return self.k_v(span, decay)
 
     def factors(self, span: Span) -> Factors:
-        """Return the factors of decays and bounds for each chunk of the span; None for 1."""
+        """Returns the factors of decays and bounds for each chunk of the span; None for 1."""
         if self.ops.decay is None:
             return Factors(None, None, None)
         reads_values = self.workspace is not None
         return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group, reads_values)
 
-    def place(self, span: Span, factors: KeyFactors) -> tiles.Place:
-        """Return the place of the intra-chunk tile; `factors` are those of its keys."""
+    def info(self, span: Span, factors: KeyFactors) -> tiles.TileInfo:
+        """Returns the information about the intra-chunk tile, whose keys have these factors."""
         exponent = None
         if self.ops.decay is not None:
             keys = self.keys(span)
             tiles_of = (span.length, span.length, span.count)
             exponent = self.ops.decay.exponent(span.start, keys.start, *tiles_of, workspace=self.workspace)
-        return tiles.Place(
+        return tiles.TileInfo(
             self.ops.group,
             diagonal=0,
             key_weight=factors.weight,
@@ -257,19 +271,22 @@ class _Walk:
         carry: Factor | None,
         reverse: bool = False,
     ):
-        """Call `use` on the state before each chunk; return its result and the state times `carry` plus the tokens."""
+        """Calls `use` with the states before the chunks of a span; returns its result, and the state after the span.
+
+        The state after a chunk is the state before it times `carry`, plus the tokens (x, y, weight) of the chunk.
+        """
         if span.count == 1:
             used = use(state)
             state = state if carry is None else _decayed(state, carry, self.workspace)
-            return used, _absorb(state, *tokens, self.workspace)
+            return used, _add_tokens(state, *tokens, self.workspace)
         x, y, _ = tokens
         sums = empty_state(x.shape[0], x.shape[-1], y.shape[-1], self.ops.score.order, x)
-        before, after = _exclusive(state, _absorb(sums, *tokens, self.workspace), span.count, reverse, carry)
+        before, after = _exclusive(state, _add_tokens(sums, *tokens, self.workspace), span.count, reverse, carry)
         return use(before), after
 
 
 def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return tokens (x, y, weight) with y and weight multiplied by a factor."""
+    """Returns tokens (x, y, weight) with y and weight multiplied by a factor."""
     if factor is None:
         return tokens
     x, y, weight = tokens
@@ -277,40 +294,40 @@ def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None)
 
 
 def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys as tokens (x, y, weight) of the state, with their factors; v is 0 where a key is masked (`_Walk.k_v`)."""
+    """Returns keys as tokens (x, y, weight) of a state, with their factors; k, v and factors are those of `_Chunks.k_v`."""
     return _scaled((k, v, factors.weight), factors.decay)
 
 
 def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | None, state: State | None = None) -> State:
-    """Hand numerator and denominator of every span of queries to `sink`; return the state after the last key.
+    """Passes the numerator and denominator of every span of queries to `sink`; returns the state after the last key.
 
-    `state` holds keys before the first one here, all of them visible to every query. It may be overwritten.
+    `state` is the given state, whose keys precede those of the call and are visible to every query. It may be overwritten.
     """
-    walk = _Walk(ops, plan, workspace)
+    chunks = _Chunks(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
     score = ops.score
 
     def read(state: State, q: Tensor) -> tuple[Tensor, Tensor]:
-        return _read_values(state, q, score, workspace), _read_weights(state, q, score)
+        return _read_y(state, q, score, workspace), _read_weight(state, q, score)
 
-    def absorb(span: Span, state: State):
-        return None, _absorb(state, *_state_tokens(*walk.k_v_before_queries(span)), workspace)
+    def add_keys(span: Span, state: State):
+        return None, _add_tokens(state, *_state_tokens(*chunks.k_v_before_queries(span)), workspace)
 
     def causal(span: Span, state: State):
-        rows, decay, carry = walk.factors(span)
-        q, (k, v, factors) = walk.q(span), walk.k_v(walk.keys(span), decay)
+        rows, decay, carry = chunks.factors(span)
+        q, (k, v, factors) = chunks.q(span), chunks.k_v(chunks.keys(span), decay)
 
         def use(before: State) -> tuple[Tensor, Tensor]:
             return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
 
-        sums, state = walk.advance(state, _state_tokens(k, v, factors), span, use, carry)
-        return tiles.forward(q, k, v, sums, score, walk.place(span, factors), workspace), state
+        sums, state = chunks.advance(state, _state_tokens(k, v, factors), span, use, carry)
+        return tiles.forward(q, k, v, sums, score, chunks.info(span, factors), workspace), state
 
     def full(span: Span, state: State):
-        return read(state, walk.q(span)), state
+        return read(state, chunks.q(span)), state
 
-    state = scan(absorb, walk.state() if state is None else state, walk.before_queries, lambda span, _: None)
-    return scan(causal if ops.causal else full, state, walk.queries, sink)
+    state = scan(add_keys, chunks.empty_state() if state is None else state, chunks.before_queries, lambda span, _: None)
+    return scan(causal if ops.causal else full, state, chunks.queries, sink)
 
 
 def backward(
@@ -320,22 +337,25 @@ def backward(
     grads: Gradients,
     workspace: Workspace,
     before: State | None = None,
-    behind: State | None = None,
-    score_behind: Score | None = None,
+    after: State | None = None,
+    score_after: Score | None = None,
 ) -> State:
-    """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries.
+    """Adds the gradients of the head group to `grads`; returns the state `after` with all queries of the call added.
 
-    `before` is the initial state of the forward. `behind` is a state of later tokens (q, g, e) that see all keys of the call by
-    `score_behind`, whose coefficients are not 0. Both states may be overwritten. Returns `behind` with all queries added.
+    Args:
+        g_e: returns g (B, R, dv) and e (B, R, 1) of a span of queries.
+        before: the given state of the forward; it may be overwritten.
+        after: a state of queries after the call, which see all keys of the call; it may be overwritten.
+        score_after: the score of these queries; no coefficient is 0.
     """
     _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before)
-    return _add_k_v(ops, plan, g_e, grads, workspace, behind, score_behind, adds_intra_chunk_q=True)
+    return _add_k_v(ops, plan, g_e, grads, workspace, after, score_after, adds_intra_chunk_q=True)
 
 
 def backward_of_queries(
     ops: Operands, plan: LinearPlan, g_e: Callable, grads: Gradients, workspace: Workspace, before: State
 ) -> None:
-    """Add the gradient of q to `grads`, and to `grads.decay` the sums over each query's pairs with keys of other chunks."""
+    """Adds the gradient of q to `grads`, and to `grads.decay` the sums over each query's pairs with keys of other chunks."""
     _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before, adds_intra_chunk_q=True)
 
 
@@ -345,11 +365,11 @@ def backward_of_keys(
     g_e: Callable,
     grads: Gradients,
     workspace: Workspace,
-    behind: State,
-    score_behind: Score,
+    after: State,
+    score_after: Score,
 ) -> None:
-    """Add the gradients of k and v to `grads`, and to `grads.decay` all that `backward_of_queries` does not add."""
-    _add_k_v(ops, plan, g_e, grads, workspace, behind, score_behind, adds_intra_chunk_q=False)
+    """Adds the gradients of k and v to `grads`, and to `grads.decay` the sums that `backward_of_queries` does not add."""
+    _add_k_v(ops, plan, g_e, grads, workspace, after, score_after, adds_intra_chunk_q=False)
 
 
 def _add_inter_chunk_q(
@@ -361,14 +381,14 @@ def _add_inter_chunk_q(
     before: State | None,
     adds_intra_chunk_q: bool = False,
 ) -> None:
-    """Add the inter-chunk part of the gradient of q by a forward walk, and the intra-chunk part where asked for."""
-    walk, score = _Walk(ops, plan, workspace), ops.score
-    state = walk.state() if before is None else before
-    for span in walk.before_queries:
-        state = _absorb(state, *_state_tokens(*walk.k_v_before_queries(span)), workspace)
-    for span in walk.queries:
-        q, terms = walk.q(span), g_e(span)
-        rows, decay, carry = walk.factors(span)
+    """Adds the inter-chunk part of the gradient of q in a forward pass, and the intra-chunk part if `adds_intra_chunk_q`."""
+    chunks, score = _Chunks(ops, plan, workspace), ops.score
+    state = chunks.empty_state() if before is None else before
+    for span in chunks.before_queries:
+        state = _add_tokens(state, *_state_tokens(*chunks.k_v_before_queries(span)), workspace)
+    for span in chunks.queries:
+        q, terms = chunks.q(span), g_e(span)
+        rows, decay, carry = chunks.factors(span)
 
         def dq(before: State, span=span, q=q, terms=terms, rows=rows):
             q, g, e = _scaled((q, *terms), rows)
@@ -378,10 +398,10 @@ def _add_inter_chunk_q(
                 grads.decay.add_queries(span.start, _read_pairs(before, q, g, e, dq, score), ops.group)
 
         if ops.causal:
-            k, v, factors = walk.k_v(walk.keys(span), decay)
-            _, state = walk.advance(state, _state_tokens(k, v, factors), span, dq, carry)
+            k, v, factors = chunks.k_v(chunks.keys(span), decay)
+            _, state = chunks.advance(state, _state_tokens(k, v, factors), span, dq, carry)
             if adds_intra_chunk_q:
-                grads.add_q(span, tiles.backward(q, k, v, *terms, score, walk.place(span, factors), workspace).q)
+                grads.add_q(span, tiles.backward(q, k, v, *terms, score, chunks.info(span, factors), workspace).q)
         else:
             dq(state)
 
@@ -392,36 +412,38 @@ def _add_k_v(
     g_e: Callable,
     grads: Gradients,
     workspace: Workspace,
-    behind: State | None,
-    score_behind: Score | None,
+    after: State | None,
+    score_after: Score | None,
     adds_intra_chunk_q: bool,
 ) -> State:
-    """Add the gradients of k and v by a reverse walk, and the intra-chunk part of the gradient of q where asked for; return the
-    state of all queries."""
-    walk, score = _Walk(ops, plan, workspace), ops.score
-    score_behind = score if score_behind is None else score_behind
+    """Adds the gradients of k and v in a reverse pass, and the intra-chunk part of the gradient of q if `adds_intra_chunk_q`.
+
+    Returns the state `after` with all queries of the call added.
+    """
+    chunks, score = _Chunks(ops, plan, workspace), ops.score
+    score_after = score if score_after is None else score_after
 
     def dk_dv(state: State, k: Tensor, v: Tensor, factors: KeyFactors, span: Span):
         _, v, weight = _state_tokens(k, v, factors)
-        dk, dv = _read_gradient(state, k, v, weight, score_behind, workspace, values=True)
+        dk, dv = _read_gradient(state, k, v, weight, score_after, workspace, returns_y=True)
         grads.add_k(span, dk)
         if grads.decay is not None:
-            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score_behind) * weight)
+            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weight(state, k, score_after) * weight)
         grads.add_v(span, factors.times_state_factor(dv))
 
-    state = walk.state() if behind is None else behind
-    for span in reversed(walk.queries):
-        q, (g, e) = walk.q(span), g_e(span)
+    state = chunks.empty_state() if after is None else after
+    for span in reversed(chunks.queries):
+        q, (g, e) = chunks.q(span), g_e(span)
         if ops.causal:
-            keys = walk.keys(span)
-            rows, decay, carry = walk.factors(span)
-            k, v, factors = walk.k_v(keys, decay)
+            keys = chunks.keys(span)
+            rows, decay, carry = chunks.factors(span)
+            k, v, factors = chunks.k_v(keys, decay)
 
             def use(after: State, tokens=(k, v, factors), keys=keys):
                 dk_dv(after, *tokens, keys)
 
-            _, state = walk.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
-            tile = tiles.backward(q, k, v, g, e, score, walk.place(span, factors), workspace)
+            _, state = chunks.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
+            tile = tiles.backward(q, k, v, g, e, score, chunks.info(span, factors), workspace)
             if adds_intra_chunk_q:
                 grads.add_q(span, tile.q)
             grads.add_k(keys, tile.k)
@@ -429,31 +451,31 @@ def _add_k_v(
             if tile.pairs is not None:
                 grads.decay.add_tile(span.start, keys.start, tile.pairs)
         else:
-            state = _absorb(state, q, g, e, workspace)
-    for span in walk.before_queries:
-        dk_dv(state, *walk.k_v_before_queries(span), span)
+            state = _add_tokens(state, q, g, e, workspace)
+    for span in chunks.before_queries:
+        dk_dv(state, *chunks.k_v_before_queries(span), span)
     return state
 
 
 def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> State:
-    """Return the final state of `forward` of a causal call, without computing outputs."""
-    walk = _Walk(ops, plan, workspace)
-    state = walk.state()
-    for span in walk.queries:
-        _, decay, carry = walk.factors(span)
-        tokens = _state_tokens(*walk.k_v(walk.keys(span), decay))
-        _, state = walk.advance(state, tokens, span, lambda before: None, carry)
+    """Returns the final state of `forward` of a causal call, without computing outputs."""
+    chunks = _Chunks(ops, plan, workspace)
+    state = chunks.empty_state()
+    for span in chunks.queries:
+        _, decay, carry = chunks.factors(span)
+        tokens = _state_tokens(*chunks.k_v(chunks.keys(span), decay))
+        _, state = chunks.advance(state, tokens, span, lambda before: None, carry)
     return state
 
 
 def state_of_queries(
     ops: Operands, plan: LinearPlan, g_e: Callable[[Span], tuple[Tensor, Tensor]], workspace: Workspace
 ) -> State:
-    """Return the final state of `backward` of a causal call without `behind`, without computing gradients."""
-    walk = _Walk(ops, plan, workspace)
-    state = walk.state()
-    for span in reversed(walk.queries):
-        factor, _, carry = walk.factors(span)
-        tokens = _scaled((walk.q(span), *g_e(span)), factor)
-        _, state = walk.advance(state, tokens, span, lambda after: None, carry, reverse=True)
+    """Returns the final state of `backward` of a causal call without `after`, without computing gradients."""
+    chunks = _Chunks(ops, plan, workspace)
+    state = chunks.empty_state()
+    for span in reversed(chunks.queries):
+        factor, _, carry = chunks.factors(span)
+        tokens = _scaled((chunks.q(span), *g_e(span)), factor)
+        _, state = chunks.advance(state, tokens, span, lambda after: None, carry, reverse=True)
     return state

@@ -1,4 +1,4 @@
-"""Merge of softmax attention over local keys with polynomial attention over global keys, for an exact window."""
+"""Merges softmax attention over local keys with polynomial attention over global keys, for an exact window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastmax.core.score import reciprocal
 
 
 def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Tensor | None) -> Tensor:
-    """Merge attention to global keys into attention to local keys, in place.
+    """Merges attention to global keys into attention to local keys, in place.
 
     The weights of the global keys sum to `z_global * exp(shift)`.
 
@@ -17,7 +17,7 @@ def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Te
         o: (b, h, n, dv), output for the local keys; overwritten by the output for all keys.
         lse: (b, h, n), log of the sum of the local weights, in the compute dtype; overwritten by that of all weights.
         o_global: (b, h, n, dv), output for the global keys.
-        z_global: (b, h, n), in the compute dtype; 0: the query sees no global key.
+        z_global: (b, h, n), denominators of the global keys, in the compute dtype; 0: the query sees no global key.
         shift: (b, hk, n), in the compute dtype, or None for 0; -inf: all global keys are fully decayed.
 
     Returns:
@@ -30,7 +30,7 @@ def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Te
         shift = shift.repeat_interleave(o.shape[1] // max(1, shift.shape[1]), dim=1)
         blind |= shift == -torch.inf
         shift = torch.where(blind, 0.0, shift)
-    # Both logs are taken relative to the shift: subtracting a large shift after the comparison would round close values.
+    # Both logs are relative to the shift: adding a large shift first would round away their difference.
     lse_local, lse_global = lse - shift, torch.where(blind, -torch.inf, z_global.log())
     base = torch.maximum(lse_local, lse_global)
     base = torch.where(base == -torch.inf, 0.0, base)

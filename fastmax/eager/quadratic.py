@@ -1,7 +1,7 @@
 """The quadratic algorithm: tiles of weights, one block of queries against one block of keys at a time.
 
-Fastmax and softmax attention walk over the same tiles and differ in what they make of one (`fastmax.eager.tiles`, `.flash`,
-`.exact`).
+Fastmax attention, softmax attention and exact windows visit the same tiles. The functions of one tile are in
+`fastmax.eager.tiles`, `.flash` and `.exact`.
 """
 
 from __future__ import annotations
@@ -18,42 +18,46 @@ from fastmax.eager.workspace import Workspace
 
 
 class _Tiling:
-    """The tiles that hold visible pairs, and the place of each."""
+    """The tiles of a call that hold visible pairs, and the `TileInfo` of each."""
 
     def __init__(self, ops: Operands, plan: QuadraticPlan, workspace: Workspace | None):
         self.ops = ops
         self.plan = plan
         self.workspace = workspace
-        # Tiles of other sequences are skipped where looking at the bounds is free.
+        # Tiles of other sequences are skipped if the bounds can be read without synchronisation.
         self.reads_values = ops.decay is not None and workspace is not None and is_at_hand(ops.q)
         self.queries = spans(0, ops.n, plan.rows)
 
     def keys(self, rows: Span) -> list[Span]:
-        """Blocks of the keys that some query in `rows` sees; causal: first those that all of them see."""
+        """Returns blocks of the keys that some query in `rows` sees.
+
+        In a causal call, the keys that all of the queries see come first, in blocks of their own.
+        """
         ops = self.ops
-        first, last = rows.start + ops.shift, rows.stop - 1 + ops.shift  # where the queries are among the keys
+        first, last = rows.start + ops.shift, rows.stop - 1 + ops.shift  # positions of the queries among the keys
         begin = 0 if ops.left is None else max(0, first - ops.left)
         end = ops.m if ops.right is None else min(ops.m, last + ops.right + 1)
         if self.reads_values:
             k_start, k_end = ops.decay.key_range(rows.start, rows.stop, ops.m)
-            cols = self.plan.cols  # whole tiles are skipped, which leaves the others, and all sums, as they are
+            cols = self.plan.cols  # bounds are rounded to whole tiles: the other tiles, and all sums, stay the same bit for bit
             begin, end = max(begin, k_start // cols * cols), min(end, -(-k_end // cols) * cols)
         if not ops.causal:
             return spans(begin, end, self.plan.cols)
         return spans(begin, first, self.plan.cols) + spans(max(begin, first), end, self.plan.cols)
 
     def rpe_rows(self, rows: Span, cols: Span) -> slice:
-        """Rows `j - i + n - 1` of the rpe matrix for the queries i and keys j of a tile."""
+        """Returns the rows `j - i + n - 1` of the rpe matrix for the queries i and keys j of a tile."""
         return slice(cols.start - rows.stop + self.ops.n, cols.stop - rows.start + self.ops.n - 1)
 
-    def place(self, rows: Span, cols: Span) -> tiles.Place:
+    def info(self, rows: Span, cols: Span) -> tiles.TileInfo:
+        """Returns the information about the tile of these queries and keys."""
         ops = self.ops
         offset = rows.start + ops.shift - cols.start
         rpe = ops.call.rpe_matrix
         exponent = None
         if ops.decay is not None:
             exponent = ops.decay.exponent(rows.start, cols.start, rows.length, cols.length, workspace=self.workspace)
-        return tiles.Place(
+        return tiles.TileInfo(
             ops.group,
             diagonal=None if ops.right is None else offset + ops.right,
             lower=None if ops.left is None else offset - ops.left,
@@ -61,16 +65,17 @@ class _Tiling:
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
             exponent=exponent,
             returns_pairs=ops.call.log_decay is not None,
-            near=self._local(offset, rows, cols),
+            window=self._window(offset, rows, cols),
         )
 
-    def _local(self, offset: int, rows: Span, cols: Span) -> tiles.Local | None:
+    def _window(self, offset: int, rows: Span, cols: Span) -> tiles.WindowMask | None:
+        """Returns the mask of the exact window in a tile, if there are local pairs."""
         ops, window = self.ops, self.ops.call.exact_window
-        return exact.local_keys(offset, rows.length, cols.length, window, ops.dtype, ops.q.device) if window > 0 else None
+        return exact.window_mask(offset, rows.length, cols.length, window, ops.dtype, ops.q.device) if window > 0 else None
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
-    """Pass the sums of every block of queries to `sink`."""
+    """Passes the sums of every block of queries to `sink`."""
     tiling = _Tiling(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
 
@@ -79,7 +84,7 @@ def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace
 
         def tile(cols: Span, sums: tuple[Tensor, ...]):
             k, v = ops.k_block(cols), ops.v_block(cols)
-            return None, ops.tiles.forward(q, k, v, sums, ops.score, tiling.place(rows, cols), workspace)
+            return None, ops.tiles.forward(q, k, v, sums, ops.score, tiling.info(rows, cols), workspace)
 
         return scan(tile, ops.tiles.start(q, ops.v.shape[-1]), tiling.keys(rows), lambda cols, _: None), ()
 
@@ -93,13 +98,13 @@ def backward(
     grads: Gradients,
     workspace: Workspace,
 ) -> None:
-    """Add the gradients of the head group to `grads`; `row_terms(span)` returns the row terms of a span of queries."""
+    """Adds the gradients of the head group to `grads`; `row_terms(span)` returns the row terms of a span of queries."""
     tiling = _Tiling(ops, plan, workspace)
     for rows in tiling.queries:
         q, terms = ops.q_block(rows), row_terms(rows)
         for cols in tiling.keys(rows):
             k, v = ops.k_block(cols), ops.v_block(cols)
-            tile = ops.tiles.backward(q, k, v, *terms, ops.score, tiling.place(rows, cols), workspace)
+            tile = ops.tiles.backward(q, k, v, *terms, ops.score, tiling.info(rows, cols), workspace)
             grads.add_q(rows, tile.q)
             grads.add_k(cols, tile.k)
             grads.add_v(cols, tile.v)

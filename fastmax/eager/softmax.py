@@ -1,6 +1,6 @@
-"""Softmax over the last dimension in array operations, the same text for numpy and torch: naive, safe, online.
+"""Softmax over the last dimension, for numpy arrays and tensors: naive, safe, online.
 
-Arrays come in the dtype to compute in (`accumulated`) and with at least one column.
+Arrays have at least one column, and are in the dtype to compute in (`accumulated`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ BLOCK_SIZE = 1024  # columns; 4 to 8 KB of a row
 
 
 class RunningStates(NamedTuple):
-    """After each block, (..., blocks): the maximum of all columns so far and the sum of `exp(x - max)` over them."""
+    """The maximum of all columns up to each block, and the sum of `exp(x - max)` over them, (..., blocks)."""
 
     max: np.ndarray | Tensor
     sum: np.ndarray | Tensor
 
 
 def namespace(x: Array) -> ModuleType:
+    """Returns the module with the functions for x: torch or numpy."""
     return torch if isinstance(x, Tensor) else np
 
 
 def accumulated(x: Array) -> Array:
-    """x in the dtype that its sums are formed in: half types in float32, others as they are."""
+    """Returns x in the dtype that its sums are computed in: float32 for half types, else its own."""
     if isinstance(x, Tensor):
         return x.to(compute_dtype(x.dtype))
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 
 def naive(x: Array) -> Array:
+    """Returns `exp(x) / sum(exp(x))`."""
     e = namespace(x).exp(x)
     return e / e.sum(-1)[..., None]
 
 
 def safe(x: Array) -> Array:
+    """Returns the softmax computed from x minus its maximum, in three passes."""
     xp = namespace(x)
     e = xp.exp(x - xp.amax(x, -1)[..., None])
     return e / e.sum(-1)[..., None]
 
 
 def online(x: Array, block_size: int) -> tuple[Array, RunningStates]:
-    """Maximum and sum in one pass: when a block raises the maximum, the sum so far is rescaled to the new one."""
+    """Returns the softmax, and the running states of the pass that computes maximum and sum together.
+
+    If a block has a larger maximum, the sum so far is rescaled to it.
+    """
     xp = namespace(x)
     maximum = xp.full_like(x[..., 0], -math.inf)
     total = xp.zeros_like(maximum)
@@ -58,7 +64,7 @@ def online(x: Array, block_size: int) -> tuple[Array, RunningStates]:
     for start in range(0, x.shape[-1], block_size):
         block = x[..., start : start + block_size]
         raised = xp.maximum(maximum, xp.amax(block, -1))
-        # While there is nothing but -inf, 0 is subtracted in place of it: e^(-inf) = 0 is what it adds to the sum.
+        # While all columns are -inf, 0 is subtracted instead, so that they add exp(-inf) = 0 to the sum.
         reference = xp.where(raised == -math.inf, xp.zeros_like(raised), raised)
         total = total * xp.exp(maximum - reference) + xp.exp(block - reference[..., None]).sum(-1)
         maximum = raised
@@ -68,7 +74,7 @@ def online(x: Array, block_size: int) -> tuple[Array, RunningStates]:
 
 
 def forward(x: Tensor, algorithm: str) -> Tensor:
-    """The operator `fastmax::softmax`: a contiguous tensor of x's dtype."""
+    """Returns the softmax of x as a contiguous tensor of its dtype (the operator `fastmax::softmax`)."""
     if algorithm not in ("safe", "online"):
         raise ValueError(f'algorithm must be "safe" or "online", got {algorithm!r}')
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -79,5 +85,5 @@ def forward(x: Tensor, algorithm: str) -> Tensor:
 
 
 def backward(grad: Tensor, y: Tensor) -> Tensor:
-    """y (grad - sum(grad y)), by PyTorch's own fused operator."""
+    """Returns the gradient of x, `y (grad - sum(grad y))`, from PyTorch's fused operator."""
     return torch.ops.aten._softmax_backward_data.default(grad, y, -1, y.dtype)

@@ -1,6 +1,6 @@
 """Causal attention between recurrent states by the linear algorithm: the forward, the analytic backward, and their parts.
 
-A state is a pair of tensors as in `fastmax.decoding.DecodeState`: values (b, hk, features, dv) and weights (b, hk, features).
+A state is a pair of tensors as in `fastmax.decoding.DecodeState`: kv_state (b, hk, features, dv) and k_sum (b, hk, features).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fastmax.eager.workspace import Workspace
 
 
 class States(NamedTuple):
-    """The states around a call, as its backward takes them; each is a pair of values and weights."""
+    """The states before and after a call, for its backward; each is a pair (kv_state, k_sum)."""
 
     given: tuple[Tensor, Tensor]  # before the first token
-    new: tuple[Tensor | None, Tensor | None]  # after the last token; read for the gradient of log_decay alone
-    grads: tuple[Tensor | None, Tensor | None]  # of `new`; None for zeros
+    new: tuple[Tensor | None, Tensor | None]  # after the last token; only the gradient of log_decay needs it
+    grads: tuple[Tensor | None, Tensor | None]  # gradients of `new`; None for zeros
 
 
 class StateGradients(NamedTuple):
@@ -47,33 +47,33 @@ class StateGradients(NamedTuple):
 
     inputs: InputGradients
     log_decay: Tensor | None  # None for a call without decays
-    state: tuple[Tensor, Tensor]  # of the given values and weights
+    state: tuple[Tensor, Tensor]  # of the given kv_state and k_sum
 
 
 def zero_state(k: Tensor, v: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    """Return the values and weights before any token."""
+    """Returns kv_state and k_sum before any token."""
     b, hk, _, d = k.shape
     features = state_rows(d, order)
-    weights = k.new_zeros(b, hk, features, dtype=compute_dtype(k.dtype))
-    return weights.new_zeros(b, hk, features, v.shape[3]), weights
+    k_sum = k.new_zeros(b, hk, features, dtype=compute_dtype(k.dtype))
+    return k_sum.new_zeros(b, hk, features, v.shape[3]), k_sum
 
 
 def forward_from_state(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
+    q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor, k_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output and denominators of n tokens that continue from a state, and the new values and weights."""
+    """Returns the output and denominators of n tokens that continue from a state, and the new kv_state and k_sum."""
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:
-        return empty_like_layout(q, dv), values.new_empty(q.shape[:3]), values, weights
+        return empty_like_layout(q, dv), kv_state.new_empty(q.shape[:3]), kv_state, k_sum
     order = call.score.order
     plan = linear_plan_of(q, k, v, call)._replace(heads=b * hk)
-    recorded = recording(q, k, v, values, weights, call.log_decay)
-    workspace = None if recorded else Workspace(values.dtype, q.device)
-    ops = operands(q, k, v, call, state=weights[..., 0])
-    if call.log_decay is not None and may_hold_nan(weights[..., 0]):  # `ops.decay` makes the queries NaN that read it
-        values, weights = _filled((values, weights), weights[..., 0].isnan(), 0.0)
+    recorded = recording(q, k, v, kv_state, k_sum, call.log_decay)
+    workspace = None if recorded else Workspace(kv_state.dtype, q.device)
+    ops = operands(q, k, v, call, state=k_sum[..., 0])
+    if call.log_decay is not None and may_hold_nan(k_sum[..., 0]):  # `ops.decay` makes the queries that read it NaN
+        kv_state, k_sum = _filled((kv_state, k_sum), k_sum[..., 0].isnan(), 0.0)
     output = RecordedOutput(ops, finish_of(call))
-    state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
+    state = linear.unpack_state(kv_state.flatten(0, 1), k_sum.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, output, workspace, state)
     state = _with_nan_of_decays(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
     return *output.join(q), *state
@@ -82,11 +82,15 @@ def forward_from_state(
 def backward_from_state(
     grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call, states: States
 ) -> StateGradients:
-    """Return the gradients of `forward_from_state`.
+    """Returns the gradients of `forward_from_state`.
 
-    The gradient of a state is a sum over queries, as the state is a sum over keys: the coefficient of each feature in f times
-    the features of q times (g, e). The reverse walk holds these sums without the coefficients. Its initial state is therefore
-    the gradient of the new state divided by the coefficients, and its final state is multiplied by them.
+    With phi the features, c their coefficients in f, and `f(q.k) = sum_r c_r phi_r(q) phi_r(k)`:
+
+        kv_state_r = sum_j phi_r(k_j) v_j        gradient of kv_state_r = c_r sum_i phi_r(q_i) g_i
+        k_sum_r    = sum_j phi_r(k_j)            gradient of k_sum_r    = c_r sum_i phi_r(q_i) e_i
+
+    The reverse pass holds these sums over queries without c. It starts from the gradient of the new state divided by c, and its
+    final state times c is the gradient of the given state.
     """
     log_decay = call.log_decay
     grads = InputGradients.zeros(q, k, v)
@@ -118,7 +122,7 @@ def _backward_of_group_(
     sums: Gradients,
     workspace: Workspace,
 ) -> None:
-    """Run `linear.backward` for a head group; overwrite the gradients of the new state by those of the given state."""
+    """Runs `linear.backward` for a head group; overwrites the gradients of the new state by those of the given state."""
     d, order = ops.q.shape[-1], ops.score.order
     score = _divisors(ops.score, ops.dtype)
     factors = coefficients(d, score, state_grads[0])
@@ -132,36 +136,36 @@ def _backward_of_group_(
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the values and weights after a causal call of these keys that starts from zeros."""
-    values, weights = zero_state(k, v, call.score.order)
-    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
+    """Returns kv_state and k_sum after a causal call with these keys that starts from zeros."""
+    kv_state, k_sum = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(kv_state.dtype, k.device), k.shape[3]
     for group, plan, ops in _groups(k, k, v, call):
         state = linear.pack_state(linear.state_of_keys(ops, plan, workspace), d)
         state = _with_nan_of_decays(ops, tuple(x.unflatten(0, ops.k.shape[:2]) for x in state))
-        _write_state((values, weights), group, state)
-    return values, weights
+        _write_state((kv_state, k_sum), group, state)
+    return kv_state, k_sum
 
 
 def state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the given values and weights for a new state without gradients."""
-    values, weights = zero_state(k, v, call.score.order)
-    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
-    factors = coefficients(d, _divisors(call.score, values.dtype), values)
+    """Returns the gradients of the given kv_state and k_sum for a new state whose gradients are zero."""
+    kv_state, k_sum = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(kv_state.dtype, k.device), k.shape[3]
+    factors = coefficients(d, _divisors(call.score, kv_state.dtype), kv_state)
     for group, plan, ops in _groups(q, k, v, call):
         state = linear.state_of_queries(ops, plan, _given_terms(ops, g, e, k.shape[1], group), workspace)
-        _write_state((values, weights), group, linear.pack_state(state, d))
-    return values.mul_(factors.unsqueeze(-1)), weights.mul_(factors)
+        _write_state((kv_state, k_sum), group, linear.pack_state(state, d))
+    return kv_state.mul_(factors.unsqueeze(-1)), k_sum.mul_(factors)
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of g for values of a dtype: float32 in place of float16, whose range is too small."""
+    """Returns the dtype of g for tokens of a dtype: float32 for float16, whose range is too small, else the same dtype."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the numerator (g) and of the denominator (e); see `fastmax.ops.gradients_of_sums`.
+    """Returns the gradients of the numerator (g) and of the denominator (e); see `fastmax.ops.gradients_of_sums`.
 
-    e is computed from the rounded g: where o is close to v the two terms of g.v + e cancel.
+    e is computed from the rounded g, because the two terms of g.v + e cancel if o is close to v.
     """
     inverse = tiles.reciprocal(z).unsqueeze(-1)
     g = (grad_o * inverse).to(sums_dtype(o.dtype)).contiguous()
@@ -172,8 +176,10 @@ def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tenso
 def backward_of_queries(
     g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, state: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of q of `backward_from_state`, and for a call with decays the sums (b, h, n) over each query's pairs
-    with keys of other chunks."""
+    """Returns the gradient of q of `backward_from_state`, and for calls with decays the pair sums of the queries, else None.
+
+    The pair sums (b, h, n) of a query run over its pairs with keys of other chunks; see `DecayGradient.add_queries`.
+    """
     grads = InputGradients.zeros(q, k[:, :, :0], v[:, :, :0])
     pairs = None if call.log_decay is None else torch.zeros_like(e, memory_format=torch.contiguous_format)
     workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
@@ -198,9 +204,12 @@ def backward_of_keys(
     pairs: Tensor | None,
     pairs_of_states: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """Return the gradients of (k, v) of `backward_from_state`, and that of log_decay from the pairs of `backward_of_queries`.
+    """Returns the gradients (k, v) of `backward_from_state`, and for calls with decays the gradient of log_decay, else None.
 
-    `pairs_of_states` (b, hk, 2): the pairs of the new state and of the given state.
+    Args:
+        state_grads: gradients of the new state.
+        pairs: the pair sums of `backward_of_queries`.
+        pairs_of_states: (b, hk, 2), `_pairs_of_state` of the new state and of the given state.
     """
     grads = InputGradients.zeros(q[:, :, :0], k, v)
     grad_decay = None if call.log_decay is None else torch.zeros_like(call.log_decay, memory_format=torch.contiguous_format)
@@ -223,46 +232,49 @@ def backward_of_keys(
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[Group, LinearPlan, Operands]]:
-    """Yield each head group with the plan and its operands; nothing for empty queries."""
+    """Yields each head group with the plan and its operands; nothing if q is empty."""
     plan, (b, hk) = linear_plan_of(q, k, v, call), k.shape[:2]
     for group in head_groups(b, hk, plan.heads) if q.numel() > 0 else ():
         yield group, plan, operands(q, k, v, call, group)
 
 
 def _given_terms(ops: Operands, g: Tensor, e: Tensor, kv_heads: int, group: Group) -> RowTerms:
-    """Return the function from a span of a head group's queries to its g and e."""
+    """Returns the function from a span of a head group's queries to its g and e."""
     of_group = [split_heads(x, kv_heads)[group] for x in (g, e.unsqueeze(-1))]
     return lambda span: tuple(to_blocks(x, span).to(ops.dtype) for x in of_group)
 
 
 def _filled(state: tuple[Tensor, Tensor], where: Tensor, x: float) -> tuple[Tensor, Tensor]:
-    """Return a state filled with x in the heads `where` (b, hk) selects."""
-    values, weights = state
-    return torch.where(where[..., None, None], x, values), torch.where(where[..., None], x, weights)
+    """Returns a state filled with x in the heads that `where` (b, hk) selects."""
+    kv_state, k_sum = state
+    return torch.where(where[..., None, None], x, kv_state), torch.where(where[..., None], x, k_sum)
 
 
 def _with_nan_of_decays(ops: Operands, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the new state of a call, NaN in the heads where a decay of NaN follows one of the keys."""
+    """Returns the new state of a call, filled with NaN in the heads where a decay of NaN follows a key."""
     if ops.decay is None or ops.decay.nan_state is None:
         return state
     return _filled(state, ops.decay.nan_state, torch.nan)
 
 
 def _pairs_of_state(state: tuple[Tensor | None, Tensor | None], grads: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    """Return the derivative by the logarithm of a common factor of the state, (b, hk, 1) in float64; None without gradients."""
-    # An element without a gradient contributes nothing, even if it is not finite or absent.
+    """Returns the inner product of a state and its gradients, (b, hk, 1) in float64; None without gradients.
+
+    It is the derivative with respect to the logarithm of a common factor of the state.
+    """
+    # An element with gradient 0 contributes nothing, even if it is not finite.
     given = [(x, grad) for x, grad in zip(state, grads, strict=True) if grad is not None]
     products = [torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given]
     return sum(x.flatten(2).sum(-1, keepdim=True) for x in products) if products else None
 
 
 def _write_state(out: tuple[Tensor, Tensor], group: Group, state: tuple[Tensor, Tensor]) -> None:
-    """Copy the values and weights of a head group into those of all heads."""
+    """Copies kv_state and k_sum of a head group into those of all heads."""
     for whole, x in zip(out, state, strict=True):
         of_group = whole[group]
         of_group.copy_(x.view_as(of_group))
 
 
 def _divisors(score: Score, dtype: torch.dtype) -> Score:
-    """Return the score with coefficients that gradients of states can be divided by."""
+    """Returns the score with nonzero coefficients, by which gradients of states can be divided."""
     return score.without_zeros(torch.finfo(dtype).eps ** 2)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named buffers that the blocks of one call write over and over.
+    """Named buffers that the blocks of one call share; each name holds one temporary at a time.
 
-    A fresh multi-megabyte tensor for every block costs more than the arithmetic on it where the allocator returns such
-    pieces to the system (page faults: 3 ms instead of 0.3 ms for 2 MB of features). A name stands for one temporary at a time.
-    Functions that take `Workspace | None` allocate as usual when it is None, which is how autograd gets to record them.
+    A new multi-megabyte tensor for every block can cost more than the arithmetic on it, if the allocator returns memory to the
+    system: with page faults, 2 MB of features take 3 ms instead of 0.3 ms. Functions with an argument `Workspace | None`
+    allocate new tensors if it is None, so that autograd can record them.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -21,6 +21,7 @@ class Workspace:
         self._flat: dict[str, Tensor] = {}
 
     def buffer(self, name: str, *shape: int) -> Tensor:
+        """Returns the uninitialised buffer of this name, in this shape."""
         size = prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size:
@@ -29,5 +30,5 @@ class Workspace:
 
 
 def buffer(workspace: Workspace | None, name: str, *shape: int) -> Tensor | None:
-    """Return the buffer to pass as `out=`, None without a workspace."""
+    """Returns the buffer to pass as `out=`, None without a workspace."""
     return None if workspace is None else workspace.buffer(name, *shape)

@@ -1,7 +1,7 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `global_forward_`,
 `global_backward_`, `decode_step`, `decode_step_`, `buffered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
-`prefill_kept_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
+`prefill_saved_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
 `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
 A family of operators has a file, in which each operator has its implementation in PyTorch operations for every device, its fake
@@ -36,7 +36,7 @@ from fastmax.ops.states import prefill as prefill
 from fastmax.ops.states import prefill_backward as prefill_backward
 from fastmax.ops.states import prefill_backward_of_keys_ as prefill_backward_of_keys_
 from fastmax.ops.states import prefill_backward_of_queries as prefill_backward_of_queries
-from fastmax.ops.states import prefill_kept_ as prefill_kept_
+from fastmax.ops.states import prefill_saved_ as prefill_saved_
 from fastmax.ops.states import state_of_keys as state_of_keys
 from fastmax.ops.states import state_of_queries as state_of_queries
 from fastmax.ops.steps import buffered_step_ as buffered_step_

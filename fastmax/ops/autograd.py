@@ -1,4 +1,4 @@
-"""The operators that have a gradient: what they save, gradients by name, how a call is recorded, what has no derivative."""
+"""Operators with a gradient: tensors saved for the backward, gradients by name, recording of calls, refused derivatives."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _NO_SECOND_DERIVATIVE = (
 
 
 def refuse_second_derivative(ctx, *grads):
-    """The backward of a gradient: raises the error that there is no second derivative."""
+    """Raises an error, as the backward of a gradient: there is no second derivative."""
     raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
 
 
 def refuse_derivative_of_state(ctx, *grads):
+    """Raises an error, as the backward of `state_of_keys` and `state_of_queries`."""
     raise RuntimeError("fastmax: state_of_keys and state_of_queries have no gradient; prefill, which ends in a state, has")
 
 
 def refuse_second_derivative_of_prefill(ctx, *grads):
+    """Raises an error, as the backward of `prefill_backward`."""
     raise RuntimeError(
         "fastmax: the gradient of prefill has no second derivative; fastmax.decoding.step, token by token, differentiates "
         "PyTorch operations and gives the same numbers"
@@ -36,6 +38,7 @@ def refuse_second_derivative_of_prefill(ctx, *grads):
 
 
 def refuse_second_derivative_of_normalization(ctx, *grads):
+    """Raises an error, as the backward of `normalize_tokens_backward`."""
     raise RuntimeError(
         'fastmax: the gradient of normalize="token" has no second derivative; use_custom_gradient=False, where it is '
         "taken, differentiates PyTorch operations and gives the same numbers"
@@ -43,7 +46,7 @@ def refuse_second_derivative_of_normalization(ctx, *grads):
 
 
 class Differentiable(NamedTuple):
-    """An attention operator and its gradient. Outputs from the third on are only for the backward."""
+    """An attention operator and its gradient. Only the backward uses outputs from the third on."""
 
     signature: Signature
     forward: torch._ops.OpOverload
@@ -64,6 +67,7 @@ class Differentiable(NamedTuple):
         return self.signature.of_inputs(self.by_name(saved, options, grad_o, grad_z), saved[len(saved) - len(names) :])
 
     def by_name(self, saved: tuple, options: tuple, grad_o: Tensor | None, grad_z: Tensor | None) -> dict[str, Tensor]:
+        """Returns the gradients by name."""
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
         return self.signature.gradients(self.backward(grad_o, grad_z, *saved, *options))
@@ -76,22 +80,22 @@ class Prefill(NamedTuple):
     backward: torch._ops.OpOverload
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, values and weights
+        last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, kv_state and k_sum
         (o, z, *state), ctx.options = output, inputs[last:]
         # Only the gradient of log_decay needs the new state.
         state = (None, None) if self._tensors(inputs[3:])["log_decay"] is None else state
         ctx.save_for_backward(*inputs[:3], o, z, *state, *inputs[3:last])
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_values, grad_weights) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_kv_state, grad_k_sum) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v, the call's tensors, and the state."""
-        if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
+        if grad_o is None and grad_z is None and grad_kv_state is None and grad_k_sum is None:
             return (None,) * (5 + len(CONTINUED.tensor_names))
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
-        *results, of_values, of_weights = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+        *results, of_kv_state, of_k_sum = self.backward(grad_o, grad_z, grad_kv_state, grad_k_sum, *saved, *options)
         tensors = tuple(self._tensors(saved[7:]).values())
-        return *CONTINUED.of_inputs(CONTINUED.gradients(results), tensors), of_values, of_weights
+        return *CONTINUED.of_inputs(CONTINUED.gradients(results), tensors), of_kv_state, of_k_sum
 
     @staticmethod
     def _tensors(arguments: tuple) -> dict[str, Tensor | None]:
@@ -105,7 +109,7 @@ class Normalization(NamedTuple):
     backward: torch._ops.OpOverload
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*output)  # results, which attention saves too, and factors
+        ctx.save_for_backward(*output)  # the results, which attention saves too, and the factors
         ctx.options = inputs[2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -119,7 +123,7 @@ class Normalization(NamedTuple):
 
 
 def register_gradient(operator: Differentiable | Prefill | Normalization, refuse_second: Callable) -> None:
-    """Registers the gradient of an operator, and that the gradient has none."""
+    """Registers the gradient of an operator, and `refuse_second` as the backward of the gradient."""
 
     def differentiate(ctx, *grads):
         return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
@@ -129,6 +133,7 @@ def register_gradient(operator: Differentiable | Prefill | Normalization, refuse
 
 
 def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
+    """Calls an operator and records its gradient. Raises an error for derivatives that it does not have."""
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
     if tensors[0].is_cuda:
@@ -147,13 +152,14 @@ def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, 
 
 
 def _has_tangent(x: Tensor) -> bool:
-    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for looking at tangents
+    """Returns whether x has a tangent in forward mode, possibly inside vmap."""
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for `unpack_dual`
         x = torch._C._functorch.get_unwrapped(x)
     return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_differentiated_by_functorch(x: Tensor) -> bool:
-    """Returns whether a reverse-mode transform of torch.func, possibly inside or outside of vmap, differentiates by x."""
+    """Returns whether a reverse-mode transform of torch.func differentiates with respect to x, also inside or around vmap."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_gradtrackingtensor(x) and x.requires_grad:
@@ -163,8 +169,10 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """Records an operator as `register_autograd` does, at a third of the cost per call. Compilers and torch.func use the
-    registered gradient."""
+    """Records an operator as `register_autograd` does, at a third of the cost per call.
+
+    Compilers and torch.func use the registered gradient.
+    """
 
     @staticmethod
     def forward(ctx, operator, options, *tensors):
@@ -177,8 +185,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        saved = ctx.saved_tensors  # once: a checkpoint recomputes at this access
-        if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
+        saved = ctx.saved_tensors  # read only once: each access makes a checkpoint recompute
+        if torch.is_grad_enabled():  # create_graph=True: derivatives of these gradients must raise an error
             return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)
         with torch._C._AutoDispatchBelowAutograd():
             return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)

@@ -1,6 +1,7 @@
-"""Checks of direct calls of the operators `torch.ops.fastmax`, in the PyTorch implementation.
+"""Checks of the arguments of the operators `torch.ops.fastmax` in the PyTorch implementation.
 
-`csrc/bindings/checks.h` has the same rules for CUDA. The public functions have checked their arguments before.
+They are for direct calls of the operators, because the public functions check their own arguments. `csrc/bindings/checks.h` has
+the same rules for CUDA.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         raise ValueError(f"p must be 1 or 2, got {call.score.order}")
     validation.check_drop_noise(call.drop_noise, call.dropout, q, v.shape[-1])
     validation.check_rpe(call.rpe_matrix, q, k)
-    validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
+    validation.check_algorithm(call.algorithm, None)  # a call with an rpe matrix is quadratic whatever `algorithm` is
 
 
 def _check_tensor(name: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype, q: Tensor, like: str = "q") -> None:
-    """Checks a tensor, None or not; `like` is the name of q in messages."""
+    """Checks shape, dtype and device of a tensor, if it is not None; `like` is the name of q in messages."""
     if x is None:
         return
     if tuple(x.shape) != tuple(shape):
@@ -58,29 +59,31 @@ def _check_tensor(name: str, x: Tensor | None, shape: Sequence[int], dtype: torc
 
 
 def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
+    """Checks the exact window of a call."""
     if call.exact_window < 1:
         raise ValueError(f"exact_window must be at least 1, got {call.exact_window}")
     validation.check_exact_window_of(call.exact_window, q, k, None)
 
 
 def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -> None:
-    """Checks what a backward with an exact window needs from the forward, beside o and lse."""
+    """Checks the results of the forward that a backward with an exact window needs, besides o and lse."""
     (b, h, n, _), dv, dtype = q.shape, v.shape[3], compute_dtype(q.dtype)
-    before, behind = global_queries(n, k.shape[2], call.exact_window, call.causal)
+    before, after = global_queries(n, k.shape[2], call.exact_window, call.causal)
     _check_tensor("z_before", results.z_before, (b, h, before), dtype, q)
-    _check_tensor("z_behind", results.z_behind, (b, h, behind), dtype, q)
+    _check_tensor("z_behind", results.z_behind, (b, h, after), dtype, q)
     if call.log_decay is not None:
         _check_tensor("o_global", results.o_global, (b, h, before, dv), q.dtype, q)
         _check_tensor("z_global", results.z_global, (b, h, before), dtype, q)
 
 
 def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Checks tensors that a call writes to, given with their shapes."""
+    """Checks the tensors that a call writes to; each is given with its shape."""
     for name, (x, shape) in written.items():
         _check_tensor(name, x, tuple(shape), q.dtype, q)
 
 
 def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Tensor | None) -> None:
+    """Checks the arguments of `merge_`."""
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
     dtype = compute_dtype(o.dtype)
@@ -98,6 +101,7 @@ def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shif
 
 
 def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
+    """Checks the arguments of `normalize_tokens`."""
     if q.dim() != 4:
         raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
     if q.dtype not in validation.DTYPES:
@@ -109,13 +113,13 @@ def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
 
 
 def check_normalized(name: str, x: Tensor, grad: Tensor | None, factor: Tensor) -> None:
-    """Checks the gradient and the factors of a normalised tensor, which was checked."""
+    """Checks the gradient and the factors of a normalised tensor x, which is already checked."""
     _check_tensor(f"grad_{name}", grad, x.shape, x.dtype, x, name)
     _check_tensor(f"{name}_factor", factor, x.shape[:3], compute_dtype(x.dtype), x, name)
 
 
 def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
-    """Checks the tokens of a call with a state; q, k and v were checked."""
+    """Checks the number of tokens of a call with a state; q, k and v are already checked."""
     if q.shape[1] == 0:
         raise ValueError("q must have at least one head")
     if q.shape[2] != k.shape[2]:
@@ -123,7 +127,7 @@ def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
 
 
 def check_state(q: Tensor, k: Tensor, v: Tensor, order: int, **state: Tensor) -> None:
-    """Checks values and weights, given by their names, of a prefill whose q, k and v were checked."""
+    """Checks kv_state and k_sum, given as keywords, of a prefill whose q, k and v are already checked."""
     check_tokens_of_state(q, k)
     b, hk, _, d = k.shape
     rows = state_rows(d, order)
@@ -132,12 +136,13 @@ def check_state(q: Tensor, k: Tensor, v: Tensor, order: int, **state: Tensor) ->
 
 
 def check_together(first_name: str, second_name: str, first: Tensor | None, second: Tensor | None) -> None:
+    """Checks that both or none of two tensors are given."""
     if (first is None) != (second is None):
         raise ValueError(f"{first_name} and {second_name} must be given together")
 
 
 def check_output(o: Tensor) -> None:
-    """Checks an output that is given in place of q."""
+    """Checks the output of a call without q."""
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
     if o.dtype not in validation.DTYPES:
@@ -145,13 +150,13 @@ def check_output(o: Tensor) -> None:
 
 
 def check_gradients_of_sums(q: Tensor, v: Tensor, g: Tensor, e: Tensor) -> None:
-    """Checks g and e of a call whose q and v were checked."""
+    """Checks g and e of a call whose q and v are already checked."""
     _check_tensor("g", g, (*q.shape[:3], v.shape[3]), sums_dtype(q.dtype), q)
     _check_tensor("e", e, q.shape[:3], compute_dtype(q.dtype), q)
 
 
 def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | None, pairs_of_states: Tensor | None) -> None:
-    """Checks what the gradient of log_decay needs from the gradient of q and from states."""
+    """Checks the pair sums of the queries and of the states, which the gradient of log_decay needs."""
     if log_decay is None:
         return
     if pairs is None or pairs_of_states is None:
@@ -160,27 +165,27 @@ def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | 
     _check_tensor("pairs_of_states", pairs_of_states, (*k.shape[:2], 2), torch.float64, q)
 
 
-def check_kept(k: Tensor, kept: Tensor) -> None:
-    """Checks that there are no saved intermediate states: PyTorch operations cannot continue from them."""
-    if kept.dtype != torch.uint8 or kept.dim() != 3 or kept.shape[:2] != k.shape[:2]:
-        raise ValueError(f"kept must be contiguous uint8 (b, hk, bytes), got {kept.dtype} {tuple(kept.shape)}")
-    if kept.numel() > 0:
+def check_saved(k: Tensor, saved: Tensor) -> None:
+    """Checks that there are no saved intermediate states, which PyTorch operations cannot continue from."""
+    if saved.dtype != torch.uint8 or saved.dim() != 3 or saved.shape[:2] != k.shape[:2]:
+        raise ValueError(f"saved must be contiguous uint8 (b, hk, bytes), got {saved.dtype} {tuple(saved.shape)}")
+    if saved.numel() > 0:
         raise ValueError(
-            f"kept must be what state_of_keys or state_of_queries kept of the same tokens, 0 bytes, got {kept.numel()}"
+            f"saved must be what state_of_keys or state_of_queries saved of the same tokens, 0 bytes, got {saved.numel()}"
         )
 
 
 def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
-    """Checks the states of a prefill's gradient; the given state was checked."""
+    """Checks the new state and its gradients of a prefill's backward; the given state is already checked."""
     for prefix, tensors in (("new_", states.new), ("grad_new_", states.grads)):
-        for name, x, given in zip(("values", "weights"), tensors, states.given, strict=True):
+        for name, x, given in zip(("kv_state", "k_sum"), tensors, states.given, strict=True):
             _check_tensor(prefix + name, x, given.shape, given.dtype, q)
     if log_decay is not None and any(x is not None for x in states.grads) and any(x is None for x in states.new):
-        raise ValueError("the gradient of log_decay needs new_values and new_weights beside their gradients")
+        raise ValueError("the gradient of log_decay needs new_kv_state and new_k_sum beside their gradients")
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
-    """Checks results of the forward and their gradients: o and grad_o have the output's shape, others one number per query."""
+    """Checks results of the forward and their gradients: o and grad_o have the shape of the output, others (b, h, n)."""
     for name, x in tensors.items():
         if x is None:
             continue

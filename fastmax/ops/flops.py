@@ -80,10 +80,10 @@ def pairs_within_chunks(n: int) -> int:
     return sum(size * (size + 1) // 2 for size in (*(CHUNK,) * ((n - last) // CHUNK), last))
 
 
-def count_step(q: Tensor, values: Tensor) -> int:
+def count_step(q: Tensor, kv_state: Tensor) -> int:
     """Counts the products of a step: a token is added to each state, and each query head reads a state. The first feature is 1
     and needs no product."""
-    b, hk, features, dv = values.shape
+    b, hk, features, dv = kv_state.shape
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv
 
 

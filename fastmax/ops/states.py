@@ -1,4 +1,8 @@
-"""`prefill`, its gradient, and both in pieces: `state_of_keys`, `prefill_kept_` and their like."""
+"""`prefill`, its gradient, and both in pieces for callers that exchange states between the pieces.
+
+prefill           state_of_keys, prefill_saved_
+prefill_backward  gradients_of_sums, state_of_queries, prefill_backward_of_queries, prefill_backward_of_keys_
+"""
 
 from __future__ import annotations
 
@@ -29,19 +33,19 @@ _UNMASKED = Signature(Score, (), tuple(name for name in CONTINUED.tensor_names i
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
+    q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor, k_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes causal attention of n tokens that continue from a state; see `fastmax.decoding`. Arguments are 4-d and checked.
 
-    Transforms of torch.func and forward mode see PyTorch operations.
+    In transforms of torch.func and in forward mode it consists of PyTorch operations.
 
     Returns:
-        The output, the denominators (b, h, n), and the values and weights of the state after the tokens.
+        The output, the denominators (b, h, n), and kv_state and k_sum after the tokens.
     """
     if eager.is_transformed():
-        return eager.forward_from_state(q, k, v, call, values, weights)
+        return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return compute(_PREFILL, (q, k, v, *tensors, values, weights), options)
+    return compute(_PREFILL, (q, k, v, *tensors, kv_state, k_sum), options)
 
 
 def prefill_backward(
@@ -51,44 +55,44 @@ def prefill_backward(
     v: Tensor,
     results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     call: Call,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of `prefill` for callers that get the gradient of the new state from elsewhere. Not recorded.
+    """Computes the gradients of `prefill`, for callers that receive the gradient of the new state themselves. Not recorded.
 
     Args:
         grads: gradients of the results of `prefill`.
         results: the results of `prefill`.
 
     Returns:
-        Gradients of q, k, v, log_decay (no elements if the call has none), values and weights.
+        Gradients of q, k, v, log_decay (no elements if the call has none), kv_state and k_sum.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, values, weights, *options)
+    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, kv_state, k_sum, *options)
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the state of these keys alone: the one that `prefill` from a state of zeros ends in. Not recorded.
+    """Computes the state after `prefill` of these keys from a state of zeros. Not recorded.
 
     Returns:
-        Values, weights, and saved intermediate states for `prefill_kept_`, uint8 (b, hk, bytes): 0 bytes without `keep`, or
-        if no kernel saves them.
+        kv_state, k_sum, and saved intermediate states for `prefill_saved_`, uint8 (b, hk, bytes). These are 0 bytes without
+        `keep`, or if no kernel saves them.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(k))
     return extension.call(_STATE_OF_KEYS, k, v, *tensors, *options, keep)
 
 
-def prefill_kept_(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor | None, weights: Tensor | None, kept: Tensor
+def prefill_saved_(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor | None, k_sum: Tensor | None, saved: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Computes the output and denominators of `prefill` from the intermediate states that `state_of_keys` saved. Not recorded.
 
     Args:
-        values, weights: the given state; None: zeros.
-        kept: saved by `state_of_keys` of the same keys and call; it is overwritten.
+        kv_state, k_sum: the given state; None: zeros.
+        saved: saved by `state_of_keys` of the same keys and call; it is overwritten.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return extension.call(_PREFILL_KEPT_, q, k, v, *tensors, values, weights, kept, *options)
+    return extension.call(_PREFILL_SAVED_, q, k, v, *tensors, kv_state, k_sum, saved, *options)
 
 
 def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,10 +108,10 @@ def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tenso
 def state_of_queries(
     g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of values and weights of `prefill` if the new state has no gradient. Not recorded.
+    """Computes the gradients of kv_state and k_sum of `prefill` for a new state whose gradients are zero. Not recorded.
 
     Returns:
-        Gradients of values and of weights, and saved intermediate states for `prefill_backward_of_keys_`, as `state_of_keys`.
+        Gradients of kv_state and k_sum, and intermediate states for `prefill_backward_of_keys_`, saved as by `state_of_keys`.
     """
     tensors, options = _UNMASKED.flatten(call, allow_tf32_of(q))
     return extension.call(_STATE_OF_QUERIES, g, e, q, k, v, *tensors, *options, keep)
@@ -120,19 +124,19 @@ def prefill_backward_of_queries(
     k: Tensor,
     v: Tensor,
     call: Call,
-    values: Tensor | None,
-    weights: Tensor | None,
+    kv_state: Tensor | None,
+    k_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the gradient of q of `prefill`, which does not depend on later tokens. Not recorded.
+    """Computes the gradient of q of `prefill`, which does not depend on the gradient of the new state. Not recorded.
 
     Args:
-        values, weights: the given state; None: zeros.
+        kv_state, k_sum: the given state; None: zeros.
 
     Returns:
         The gradient of q, and with log_decay the argument `pairs` of `prefill_backward_of_keys_`.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, values, weights, *options)
+    return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, kv_state, k_sum, *options)
 
 
 def prefill_backward_of_keys_(
@@ -145,7 +149,7 @@ def prefill_backward_of_keys_(
     call: Call,
     pairs: Tensor | None,
     pairs_of_states: Tensor | None,
-    kept: Tensor,
+    saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of k, v and log_decay (no elements if the call has none) of `prefill`. Not recorded.
 
@@ -154,68 +158,68 @@ def prefill_backward_of_keys_(
         pairs: from `prefill_backward_of_queries`.
         pairs_of_states: with log_decay, float64 (b, hk, 2): the inner products of the new state and its gradient, and of the
             given state and its gradient.
-        kept: saved by `state_of_queries` of the same queries and call; it is overwritten.
+        saved: saved by `state_of_queries` of the same queries and call; it is overwritten.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    tensors = (*tensors, pairs, pairs_of_states, kept)
+    tensors = (*tensors, pairs, pairs_of_states, saved)
     return extension.call(_PREFILL_BACKWARD_OF_KEYS_, g, e, *of_state, q, k, v, *tensors, *options)
 
 
 def _parse(arguments: Sequence, count: int, signature: Signature = CONTINUED) -> tuple[Call, tuple, tuple]:
-    """Returns the call, the `count` arguments between its tensors and its options, and those behind its options."""
+    """Returns the call, the `count` arguments between its tensors and its options, and the arguments after its options."""
     tensors = len(signature.tensor_names)
-    behind = tensors + count + len(Score._fields) + 1
-    between, options = arguments[tensors : tensors + count], arguments[tensors + count : behind]
+    end = tensors + count + len(Score._fields) + 1
+    between, options = arguments[tensors : tensors + count], arguments[tensors + count : end]
     call = signature.call((*arguments[:tensors], *options))._replace(causal=True)
-    return call, tuple(between), tuple(arguments[behind:])
+    return call, tuple(between), tuple(arguments[end:])
 
 
 # ---- prefill
 
 
-def _check_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> None:
+def _check_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor, k_sum: Tensor) -> None:
     operator_checks.check_call(q, k, v, call)
-    operator_checks.check_state(q, k, v, call.score.order, values=values, weights=weights)
+    operator_checks.check_state(q, k, v, call.score.order, kv_state=kv_state, k_sum=k_sum)
 
 
-def _prefill_from(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    _check_prefill(q, k, v, call, values, weights)
+def _prefill_from(q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
+    _check_prefill(q, k, v, call, kv_state, k_sum)
     with without_autocast(q):
-        o, z, *state = eager.forward_from_state(q, k, v, call, values, weights)
-    if q.numel() == 0:  # operators return no tensor that they were given
+        o, z, *state = eager.forward_from_state(q, k, v, call, kv_state, k_sum)
+    if q.numel() == 0:  # operators must not return their arguments
         state = (x.clone(memory_format=torch.contiguous_format) for x in state)
     return o, z, *state
 
 
 def _prefill(q, k, v, *arguments):
-    call, (values, weights), _ = _parse(arguments, 2)
-    return _prefill_from(q, k, v, call, values, weights)
+    call, (kv_state, k_sum), _ = _parse(arguments, 2)
+    return _prefill_from(q, k, v, call, kv_state, k_sum)
 
 
 def _fake_prefill(q, k, v, *arguments):
-    _, (values, weights), _ = _parse(arguments, 2)
-    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
-    return eager.empty_like_layout(q, v.shape[-1]), values.new_empty(q.shape[:3]), *state
+    _, (kv_state, k_sum), _ = _parse(arguments, 2)
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
+    return eager.empty_like_layout(q, v.shape[-1]), kv_state.new_empty(q.shape[:3]), *state
 
 
 def _products(q: Tensor, v: Tensor, call: Call, passes: int, of_pair: int) -> int:
-    """Counts the products of `passes` heads of tokens with states, and `of_pair` products for each pair within a chunk."""
+    """Counts the products of `passes` heads of tokens with states, and `of_pair` products for each intra-chunk pair."""
     (b, h, n, d), dv = q.shape, v.shape[3]
     states = count_states(b, passes * n, eager.state_rows(d, call.score.order), dv)
     return states + 2 * b * h * of_pair * pairs_within_chunks(n)
 
 
 def _prefill_flops(q, k, v, *arguments, out_val=None) -> int:
-    """Every token is added to a state and reads one."""
+    """Counts a product with a state for every key, which is added to it, and for every query, which reads it."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], q.shape[3] + v.shape[3])
 
 
-def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments):
-    """Returns gradients of q, k, v, log_decay (no elements if the call has none), values and weights."""
-    call, (values, weights), _ = _parse(arguments, 2)
-    _check_prefill(q, k, v, call, values, weights)
+def _prefill_backward(grad_o, grad_z, grad_new_kv_state, grad_new_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments):
+    """Returns gradients of q, k, v, log_decay (no elements if the call has none), kv_state and k_sum."""
+    call, (kv_state, k_sum), _ = _parse(arguments, 2)
+    _check_prefill(q, k, v, call, kv_state, k_sum)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
-    states = eager.States((values, weights), (new_values, new_weights), (grad_new_values, grad_new_weights))
+    states = eager.States((kv_state, k_sum), (new_kv_state, new_k_sum), (grad_new_kv_state, grad_new_k_sum))
     operator_checks.check_states(q, states, call.log_decay)
     with without_autocast(q):
         grads, grad_decay, of_state = eager.backward_from_state(grad_o, grad_z, q, k, v, o, z, call, states)
@@ -223,37 +227,37 @@ def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v
 
 
 def _fake_prefill_backward(
-    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments
+    grad_o, grad_z, grad_new_kv_state, grad_new_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments
 ):
-    call, (values, weights), _ = _parse(arguments, 2)
+    call, (kv_state, k_sum), _ = _parse(arguments, 2)
     of_decay, *state = (
         q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (call.log_decay, values, weights)
+        for x in (call.log_decay, kv_state, k_sum)
     )
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
 
 
 def _prefill_backward_flops(
-    grad_o, grad_z, grad_values, grad_weights, q, k, v, o, z, new_values, new_weights, *arguments, out_val=None
+    grad_o, grad_z, grad_kv_state, grad_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments, out_val=None
 ) -> int:
-    """Five passes through states, of keys, then of queries: every token is added, and reads."""
+    """Counts two products with states for every query and three for every key."""
     passes = 2 * q.shape[1] + 3 * k.shape[1]
     return _products(q, v, _parse(arguments, 2)[0], passes, 3 * q.shape[3] + 2 * v.shape[3])
 
 
 _PREFILL = Prefill(
     register(
-        f"prefill(Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, Tensor values, Tensor weights, "
-        f"{CONTINUED.options_schema}) -> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)",
+        f"prefill(Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, Tensor kv_state, Tensor k_sum, "
+        f"{CONTINUED.options_schema}) -> (Tensor o, Tensor z, Tensor new_kv_state, Tensor new_k_sum)",
         _prefill,
         _fake_prefill,
         flops=_prefill_flops,
     ),
     register(
-        "prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, "
-        "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, "
-        f"{CONTINUED.tensors_schema}, Tensor values, Tensor weights, {CONTINUED.options_schema}) "
-        f"-> ({CONTINUED.gradients_schema}, Tensor grad_values, Tensor grad_weights)",
+        "prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_kv_state, Tensor? grad_new_k_sum, "
+        "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_kv_state, Tensor? new_k_sum, "
+        f"{CONTINUED.tensors_schema}, Tensor kv_state, Tensor k_sum, {CONTINUED.options_schema}) "
+        f"-> ({CONTINUED.gradients_schema}, Tensor grad_kv_state, Tensor grad_k_sum)",
         _prefill_backward,
         _fake_prefill_backward,
         flops=_prefill_backward_flops,
@@ -265,29 +269,29 @@ register_gradient(_PREFILL, refuse_second_derivative_of_prefill)
 # ---- prefill in pieces
 
 
-def _nothing_kept(k):
+def _nothing_saved(k):
     """Returns 0 bytes: PyTorch operations save no intermediate states."""
     return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
-def _given_state(values_name, weights_name, values, weights, k, v, p):
+def _given_state(kv_state_name, k_sum_name, kv_state, k_sum, k, v, p):
     """Returns the given state, or zeros."""
-    operator_checks.check_together(values_name, weights_name, values, weights)
-    return eager.zero_state(k, v, p) if values is None else (values, weights)
+    operator_checks.check_together(kv_state_name, k_sum_name, kv_state, k_sum)
+    return eager.zero_state(k, v, p) if kv_state is None else (kv_state, k_sum)
 
 
 def _fake_state_of_tokens(k: Tensor, v: Tensor, call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = eager.state_rows(k.shape[3], call.score.order)
-    values = k.new_empty(*k.shape[:2], rows, v.shape[3], dtype=eager.compute_dtype(k.dtype))
-    kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # known to the library alone
-    return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
+    kv_state = k.new_empty(*k.shape[:2], rows, v.shape[3], dtype=eager.compute_dtype(k.dtype))
+    saved = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # only the library knows the size
+    return kv_state, kv_state.new_empty(kv_state.shape[:3]), k.new_empty(*k.shape[:2], saved, dtype=torch.uint8)
 
 
 def _state_of_keys(k, v, *arguments):
     call, _, _ = _parse(arguments, 0)
     operator_checks.check_call(k, k, v, call)
     with without_autocast(k):
-        return *eager.state_of_keys(k, v, call), _nothing_kept(k)
+        return *eager.state_of_keys(k, v, call), _nothing_saved(k)
 
 
 def _fake_state_of_keys(k, v, *arguments):
@@ -296,43 +300,43 @@ def _fake_state_of_keys(k, v, *arguments):
 
 
 def _state_of_keys_flops(k, v, *arguments, out_val=None) -> int:
-    """Every token is added to a state."""
+    """Counts a product with a state for every key."""
     return _products(k, v, _parse(arguments, 0)[0], k.shape[1], 0)
 
 
 _STATE_OF_KEYS = register(
     f"state_of_keys(Tensor k, Tensor v, {CONTINUED.tensors_schema}, {CONTINUED.options_schema}, bool keep) "
-    "-> (Tensor values, Tensor weights, Tensor kept)",
+    "-> (Tensor kv_state, Tensor k_sum, Tensor saved)",
     _state_of_keys,
     _fake_state_of_keys,
     flops=_state_of_keys_flops,
 )
 
 
-def _prefill_kept_(q, k, v, *arguments):
-    call, (values, weights, kept), _ = _parse(arguments, 3)
-    operator_checks.check_kept(k, kept)
-    values, weights = _given_state("values", "weights", values, weights, k, v, call.score.order)
-    return _prefill_from(q, k, v, call, values, weights)[:2]
+def _prefill_saved_(q, k, v, *arguments):
+    call, (kv_state, k_sum, saved), _ = _parse(arguments, 3)
+    operator_checks.check_saved(k, saved)
+    kv_state, k_sum = _given_state("kv_state", "k_sum", kv_state, k_sum, k, v, call.score.order)
+    return _prefill_from(q, k, v, call, kv_state, k_sum)[:2]
 
 
-def _fake_prefill_kept_(q, k, v, *arguments):
+def _fake_prefill_saved_(q, k, v, *arguments):
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
 
-def _prefill_kept_flops(q, k, v, *arguments, out_val=None) -> int:
-    """As for `prefill`, without adding keys whose states were saved."""
-    call, (_, _, kept), _ = _parse(arguments, 3)
-    passes = q.shape[1] if kept.numel() > 0 else k.shape[1] + q.shape[1]
+def _prefill_saved_flops(q, k, v, *arguments, out_val=None) -> int:
+    """Counts as for `prefill`, without the products of the keys if their states were saved."""
+    call, (_, _, saved), _ = _parse(arguments, 3)
+    passes = q.shape[1] if saved.numel() > 0 else k.shape[1] + q.shape[1]
     return _products(q, v, call, passes, q.shape[3] + v.shape[3])
 
 
-_PREFILL_KEPT_ = register(
-    f"prefill_kept_(Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, Tensor? values, Tensor? weights, "
-    f"Tensor(a!) kept, {CONTINUED.options_schema}) -> (Tensor o, Tensor z)",
-    _prefill_kept_,
-    _fake_prefill_kept_,
-    flops=_prefill_kept_flops,
+_PREFILL_SAVED_ = register(
+    f"prefill_saved_(Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, Tensor? kv_state, Tensor? k_sum, "
+    f"Tensor(a!) saved, {CONTINUED.options_schema}) -> (Tensor o, Tensor z)",
+    _prefill_saved_,
+    _fake_prefill_saved_,
+    flops=_prefill_saved_flops,
 )
 
 
@@ -364,7 +368,7 @@ def _state_of_queries(g, e, q, k, v, *arguments):
     call, _, _ = _parse(arguments, 0, _UNMASKED)
     _check_piece(g, e, q, k, v, call)
     with without_autocast(q):
-        return *eager.state_of_queries(g, e, q, k, v, call), _nothing_kept(k)
+        return *eager.state_of_queries(g, e, q, k, v, call), _nothing_saved(k)
 
 
 def _fake_state_of_queries(g, e, q, k, v, *arguments):
@@ -373,13 +377,13 @@ def _fake_state_of_queries(g, e, q, k, v, *arguments):
 
 
 def _state_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
-    """As for keys, for every query head."""
+    """Counts a product with a state for every query."""
     return _products(q, v, _parse(arguments, 0, _UNMASKED)[0], q.shape[1], 0)
 
 
 _STATE_OF_QUERIES = register(
     f"state_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, {_UNMASKED.schema}, bool keep) "
-    "-> (Tensor grad_values, Tensor grad_weights, Tensor kept)",
+    "-> (Tensor grad_kv_state, Tensor grad_k_sum, Tensor saved)",
     _state_of_queries,
     _fake_state_of_queries,
     flops=_state_of_queries_flops,
@@ -387,12 +391,12 @@ _STATE_OF_QUERIES = register(
 
 
 def _prefill_backward_of_queries(g, e, q, k, v, *arguments):
-    call, (values, weights), _ = _parse(arguments, 2)
+    call, (kv_state, k_sum), _ = _parse(arguments, 2)
     _check_piece(g, e, q, k, v, call)
-    values, weights = _given_state("values", "weights", values, weights, k, v, call.score.order)
-    operator_checks.check_state(q, k, v, call.score.order, values=values, weights=weights)
+    kv_state, k_sum = _given_state("kv_state", "k_sum", kv_state, k_sum, k, v, call.score.order)
+    operator_checks.check_state(q, k, v, call.score.order, kv_state=kv_state, k_sum=k_sum)
     with without_autocast(q):
-        grad_q, pairs = eager.backward_of_queries(g, e, q, k, v, call, (values, weights))
+        grad_q, pairs = eager.backward_of_queries(g, e, q, k, v, call, (kv_state, k_sum))
     return grad_q, e.new_empty(0) if pairs is None else pairs
 
 
@@ -402,48 +406,48 @@ def _fake_prefill_backward_of_queries(g, e, q, k, v, *arguments):
 
 
 def _prefill_backward_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
-    """The part of `prefill_backward` that adds keys and reads queries: three of five products for a pair."""
+    """Counts a product with a state for every key and query, and three of the five products of an intra-chunk pair."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], 2 * q.shape[3] + v.shape[3])
 
 
 _PREFILL_BACKWARD_OF_QUERIES = register(
     f"prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, "
-    f"Tensor? values, Tensor? weights, {CONTINUED.options_schema}) -> (Tensor grad_q, Tensor pairs)",
+    f"Tensor? kv_state, Tensor? k_sum, {CONTINUED.options_schema}) -> (Tensor grad_q, Tensor pairs)",
     _prefill_backward_of_queries,
     _fake_prefill_backward_of_queries,
     flops=_prefill_backward_of_queries_flops,
 )
 
 
-def _prefill_backward_of_keys_(g, e, grad_values, grad_weights, q, k, v, *arguments):
-    call, (pairs, pairs_of_states, kept), _ = _parse(arguments, 3)
+def _prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments):
+    call, (pairs, pairs_of_states, saved), _ = _parse(arguments, 3)
     _check_piece(g, e, q, k, v, call)
-    names = ("grad_new_values", "grad_new_weights")
-    state_grads = _given_state(*names, grad_values, grad_weights, k, v, call.score.order)
+    names = ("grad_new_kv_state", "grad_new_k_sum")
+    state_grads = _given_state(*names, grad_kv_state, grad_k_sum, k, v, call.score.order)
     operator_checks.check_state(q, k, v, call.score.order, **dict(zip(names, state_grads, strict=True)))
-    operator_checks.check_kept(k, kept)
+    operator_checks.check_saved(k, saved)
     operator_checks.check_pairs(q, k, call.log_decay, pairs, pairs_of_states)
     with without_autocast(q):
         grads, grad_decay = eager.backward_of_keys(g, e, q, k, v, call, state_grads, pairs, pairs_of_states)
     return *grads, q.new_empty(0) if grad_decay is None else grad_decay
 
 
-def _fake_prefill_backward_of_keys_(g, e, grad_values, grad_weights, q, k, v, *arguments):
+def _fake_prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments):
     log_decay = _parse(arguments, 3)[0].log_decay
     of_decay = q.new_empty(0) if log_decay is None else torch.empty_like(log_decay, memory_format=torch.contiguous_format)
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (k, v)), of_decay
 
 
-def _prefill_backward_of_keys_flops(g, e, grad_values, grad_weights, q, k, v, *arguments, out_val=None) -> int:
-    """The rest of `prefill_backward`, without adding queries whose states were saved."""
-    call, (_, _, kept), _ = _parse(arguments, 3)
-    passes = 2 * k.shape[1] if kept.numel() > 0 else 2 * k.shape[1] + q.shape[1]
+def _prefill_backward_of_keys_flops(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments, out_val=None) -> int:
+    """Counts the rest of `prefill_backward`, without the products of the queries if their states were saved."""
+    call, (_, _, saved), _ = _parse(arguments, 3)
+    passes = 2 * k.shape[1] if saved.numel() > 0 else 2 * k.shape[1] + q.shape[1]
     return _products(q, v, call, passes, q.shape[3] + v.shape[3])
 
 
 _PREFILL_BACKWARD_OF_KEYS_ = register(
-    "prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, Tensor k, "
-    f"Tensor v, {CONTINUED.tensors_schema}, Tensor? pairs, Tensor? pairs_of_states, Tensor(a!) kept, "
+    "prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_kv_state, Tensor? grad_new_k_sum, Tensor q, Tensor k, "
+    f"Tensor v, {CONTINUED.tensors_schema}, Tensor? pairs, Tensor? pairs_of_states, Tensor(a!) saved, "
     f"{CONTINUED.options_schema}) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)",
     _prefill_backward_of_keys_,
     _fake_prefill_backward_of_keys_,

@@ -20,8 +20,8 @@ def decode_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     score: Score,
@@ -29,12 +29,12 @@ def decode_step(
     """Computes one recurrent step of 4-d, checked arguments; see `fastmax.decoding`.
 
     Args:
-        log_decay: (b, hk, 1), in the dtype of the state; values above 0 count as 0.
+        log_decay: (b, hk, 1), in the dtype of the state; decays above 0 count as 0.
 
     Returns:
-        The output, and the new values and weights.
+        The output, and the new kv_state and k_sum.
     """
-    tensors = (q, k, v, values, weights, mask, log_decay)
+    tensors = (q, k, v, kv_state, k_sum, mask, log_decay)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
     if torch.compiler.is_compiling():
@@ -48,26 +48,27 @@ def decode_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     score: Score,
 ) -> Tensor:
-    """Computes `decode_step` in place: writes to `values` and `weights`, which are contiguous and overlap nothing else. Returns
-    the output.
+    """Computes `decode_step` in place: overwrites kv_state and k_sum, and returns the output.
+
+    kv_state and k_sum are contiguous and overlap no other argument.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
-    return _in_place(_DECODE_STEP_, (q, k, v, values, weights, mask, log_decay), (values, weights), score)
+    return _in_place(_DECODE_STEP_, (q, k, v, kv_state, k_sum, mask, log_decay), (kv_state, k_sum), score)
 
 
 def buffered_step_(
     q: Tensor,
     token: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     sums: tuple[Tensor, Tensor],
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    local: tuple[Tensor, Tensor, Tensor, Tensor],
     buffered: Tensor,
     exact_window: int,
     score: Score,
@@ -75,29 +76,32 @@ def buffered_step_(
     """Computes a step in place, on a state with a buffer of tokens; see `fastmax.decoding`. Returns the output.
 
     Args:
-        token, kept: keys, values, mask and decays of the new token, and of the tokens that the state keeps. 4-d, checked;
-            decays are in the dtype of the sums.
+        token: k, v, attention_mask and log_decay of the new token.
+        sums: kv_state and k_sum.
+        local: the `local_` tensors of the state. Arguments are 4-d and checked; decays are in the dtype of the sums.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
     k, v, mask, log_decay = token
-    written = (*sums, *kept, buffered)
+    written = (*sums, *local, buffered)
     return _in_place(_BUFFERED_STEP_, (q, k, v, *written, mask, log_decay), written, (exact_window, *score))
 
 
 def _in_place(operator: Callable, tensors: tuple[Tensor | None, ...], written: tuple[Tensor, ...], options: tuple) -> Tensor:
+    """Calls an operator that overwrites the tensors `written`; returns the output."""
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return operator(*tensors, *options)
     if tensors[0].is_cuda:
         extension.warn_if_unused(tensors[0].device)
     torch.autograd.graph.increment_version(written)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers, whose work is done above
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers; the lines above do their work
         return extension.call(operator, *tensors, *options)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
+    """Raises an error if autograd records operations on these tensors."""
     if eager.differentiating(*tensors):
         raise RuntimeError(
             "fastmax.decoding.step_ writes over the state that a gradient would need: use fastmax.decoding.step, "
@@ -108,32 +112,32 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
 _TOKEN = "Tensor? attention_mask, Tensor? log_decay"
 
 
-def _decode_step(q, k, v, values, weights, mask, log_decay, *score):
+def _decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score):
     with without_autocast(q):
-        return eager.decode_step(q, k, v, values, weights, mask, log_decay, Score(*score))
+        return eager.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, Score(*score))
 
 
-def _fake_decode_step(q, k, v, values, weights, *arguments):
-    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+def _fake_decode_step(q, k, v, kv_state, k_sum, *arguments):
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
 
 
-def _decode_step_flops(q, k, v, values, *arguments, out_val=None) -> int:
-    return count_step(q, values)
+def _decode_step_flops(q, k, v, kv_state, *arguments, out_val=None) -> int:
+    return count_step(q, kv_state)
 
 
 _DECODE_STEP = register(
-    f"decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, {_TOKEN}, {SCORE}) "
-    "-> (Tensor o, Tensor new_values, Tensor new_weights)",
+    f"decode_step(Tensor q, Tensor k, Tensor v, Tensor kv_state, Tensor k_sum, {_TOKEN}, {SCORE}) "
+    "-> (Tensor o, Tensor new_kv_state, Tensor new_k_sum)",
     _decode_step,
     _fake_decode_step,
     flops=_decode_step_flops,
 )
 
 
-def _decode_step_(q, k, v, values, weights, mask, log_decay, *score):
+def _decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, *score):
     with without_autocast(q):
-        return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(*score))
+        return eager.decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, Score(*score))
 
 
 def _fake_step_(q, k, v, *arguments):
@@ -141,7 +145,7 @@ def _fake_step_(q, k, v, *arguments):
 
 
 _DECODE_STEP_ = register(
-    f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, {_TOKEN}, {SCORE}) -> (Tensor o)",
+    f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, {_TOKEN}, {SCORE}) -> (Tensor o)",
     _decode_step_,
     _fake_step_,
     flops=_decode_step_flops,
@@ -153,8 +157,8 @@ def _buffered_step_(
     q,
     k,
     v,
-    values,
-    weights,
+    kv_state,
+    k_sum,
     local_keys,
     local_values,
     local_mask,
@@ -165,19 +169,19 @@ def _buffered_step_(
     exact_window,
     *score,
 ):
-    kept = local_keys, local_values, local_mask, local_decays
+    local = local_keys, local_values, local_mask, local_decays
     with without_autocast(q):
-        return eager.buffered_step_(q, k, v, values, weights, *kept, buffered, mask, log_decay, exact_window, Score(*score))
+        return eager.buffered_step_(q, k, v, kv_state, k_sum, *local, buffered, mask, log_decay, exact_window, Score(*score))
 
 
-def _buffered_step_flops(q, k, v, values, weights, local_keys, *arguments, out_val=None) -> int:
-    """Counts a step of the sums, which every token joins in the end, and the products with the tokens that are kept."""
+def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_val=None) -> int:
+    """Counts a step of the sums, to which every token is added at some time, and the products with the local tokens."""
     (b, h, _, d), places = q.shape, local_keys.shape[2]
-    return count_step(q, values) + 2 * b * h * places * (d + v.shape[3])
+    return count_step(q, kv_state) + 2 * b * h * places * (d + v.shape[3])
 
 
 _BUFFERED_STEP_ = register(
-    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) local_keys, "
+    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, Tensor(c!) local_keys, "
     "Tensor(d!) local_values, Tensor(e!) local_mask, Tensor(f!) local_decays, Tensor(g!) buffered, "
     f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
     _buffered_step_,

@@ -76,22 +76,22 @@ void fill(AttentionParams& p) {
 
 void fill(FwdParams& p) {
   take("o", p.o, p.o_stride), take("z", p.z);
-  take("values", p.state.values), take("weights", p.state.weights);
-  take("new_values", p.state.new_values), take("new_weights", p.state.new_weights);
+  take("kv_state", p.state.values), take("k_sum", p.state.weights);
+  take("new_kv_state", p.state.new_values), take("new_k_sum", p.state.new_weights);
   p.state.d = integer("state_d", p.d), p.state.dv = integer("state_dv", p.dv);
-  take("kept", p.kept);
+  take("saved", p.kept);
 }
 
 void fill(BwdParams& p) {
   take("o", p.o, p.o_stride), take("grad_o", p.grad_o, p.grad_o_stride), take("z", p.z), take("grad_z", p.grad_z);
   take("grad_q", p.grad_q, p.grad_q_stride), take("grad_k", p.grad_k, p.grad_k_stride), take("grad_v", p.grad_v, p.grad_v_stride);
   take("grad_log_decay", p.grad_log_decay);
-  take("values", p.state.values), take("weights", p.state.weights);
-  take("new_values", p.state.new_values), take("new_weights", p.state.new_weights);
-  take("grad_new_values", p.state.grad_new_values), take("grad_new_weights", p.state.grad_new_weights);
-  take("grad_values", p.state.grad_values), take("grad_weights", p.state.grad_weights);
+  take("kv_state", p.state.values), take("k_sum", p.state.weights);
+  take("new_kv_state", p.state.new_values), take("new_k_sum", p.state.new_weights);
+  take("grad_new_kv_state", p.state.grad_new_values), take("grad_new_k_sum", p.state.grad_new_weights);
+  take("grad_kv_state", p.state.grad_values), take("grad_k_sum", p.state.grad_weights);
   p.state.d = integer("state_d", p.d), p.state.dv = integer("state_dv", p.dv);
-  take("kept", p.kept);
+  take("saved", p.kept);
 }
 
 // What later versions of the params have beside these.

@@ -148,9 +148,9 @@ class FastmaxLayer(CacheLayerMixin):
                 f"layers of this FastmaxCache have seen different numbers of tokens ({seen}, where the first has seen "
                 f"{mask.keys - n}), since an earlier call failed: make a new cache, or reset() this one"
             )
-        if self.state is not None and self.state.values.shape[0] != batch:
+        if self.state is not None and self.state.kv_state.shape[0] != batch:
             raise ValueError(
-                f"FastmaxCache holds states for a batch of {self.state.values.shape[0]}, got one of {batch}; "
+                f"FastmaxCache holds states for a batch of {self.state.kv_state.shape[0]}, got one of {batch}; "
                 "cache.batch_repeat_interleave(repeats) makes several of each"
             )
         validation.check_algorithm(options.get("algorithm", "auto"), None)
@@ -332,5 +332,5 @@ def flush_interval_of(device: torch.device, p: int) -> int:
 
 def _can_overwrite(state: DecodeState) -> bool:
     """Whether no graph needs the state and PyTorch lets it be written: inference mode's tensors only within it."""
-    recorded = torch.is_grad_enabled() or state.values.requires_grad
-    return not recorded and (torch.is_inference_mode_enabled() or not state.values.is_inference())
+    recorded = torch.is_grad_enabled() or state.kv_state.requires_grad
+    return not recorded and (torch.is_inference_mode_enabled() or not state.kv_state.is_inference())
