@@ -4,18 +4,20 @@
 `prefill_saved_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
 `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
-A family of operators has a file, in which each operator has its implementation in PyTorch operations for every device, its fake
-implementation, its flop formula and its schema side by side: `fused`, `far`, `states`, `steps`, `decays`, `normalization` and
-`row_softmax`. `registration` registers them, and `autograd` records calls.
-The compiled library (`fastmax.ops.extension`) adds kernels under the key CUDA, which then take precedence. What they do not
-cover (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
-implementation under names of its own. Arguments were checked by `fastmax.core.validation`;
-`fastmax.core.call` lays them out in a schema, and
-`fastmax.ops.flops` counts their products. On every device `exact_window_*` are made of others
-(`fastmax.ops.exact_window`); `exact_tiles_*` are the quadratic algorithm in PyTorch operations (`fastmax.eager.exact`).
+Each file registers a family of operators: `fused`, `global_keys`, `merge`, `states`, `steps`, `decays`, `normalization` and
+`row_softmax`. Schema, implementation, fake implementation and flop formula of an operator stand side by side.
+`registration` registers them, and `autograd` records calls.
 
-Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an exact window both, and what
-`fastmax.ops.exact_window.Forward` names) and what accompanies the call (`fastmax.core.call.Call`) are saved for the backward.
+The implementation uses PyTorch operations and runs on every device. The compiled library (`fastmax.ops.extension`) adds CUDA
+kernels, which take precedence. Calls that no kernel covers (float64, rpe matrices, head dims above 256, old devices) go from the
+library back to the implementation, which is also registered as `fastmax::eager_<name>`.
+
+`fastmax.core.validation` has checked the arguments, and `fastmax.core.call` flattens them into a schema. `exact_window_*` call
+other operators on every device (`fastmax.ops.exact_window`). `exact_tiles_*` are the quadratic algorithm in PyTorch operations
+(`fastmax.eager.exact`).
+
+The backward of attention needs q, k, v, o, the denominators z (b, h, n) and the tensors of the call. Softmax saves the
+log-sum-exp in place of z. An exact window saves the fields of `fastmax.ops.exact_window.Forward`.
 """
 
 from __future__ import annotations
