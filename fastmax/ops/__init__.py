@@ -9,8 +9,8 @@ Each file registers a family of operators: `fused`, `global_keys`, `merge`, `sta
 `registration` registers them, and `autograd` records calls.
 
 The implementation uses PyTorch operations and runs on every device. The compiled library (`fastmax.ops.extension`) adds CUDA
-kernels, which take precedence. Calls that no kernel covers (float64, rpe matrices, head dims above 256, old devices) go from the
-library back to the implementation, which is also registered as `fastmax::eager_<name>`.
+kernels, which take precedence. Calls that no kernel covers (float64, rpe matrices, head dims above 256, old devices) go
+from the library back to the implementation, which is also registered as `fastmax::eager_<name>`.
 
 `fastmax.core.validation` has checked the arguments, and `fastmax.core.call` flattens them into a schema. `exact_window_*` call
 other operators on every device (`fastmax.ops.exact_window`). `exact_tiles_*` are the quadratic algorithm in PyTorch operations
