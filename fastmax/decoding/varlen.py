@@ -19,9 +19,8 @@ from fastmax.decoding.state import DecodeState
 from fastmax.decoding.window import Tokens
 
 _SHORTEST = 64  # tokens of a block: shorter blocks would save padding, but their number costs more
-Prefill = Callable[
-    [Tensor, Tokens, DecodeState, Tensor], tuple[Tensor, DecodeState]
-]  # of q, tokens, state and the number of real tokens
+# Takes q, tokens, state and the number of real tokens; returns the output and the new state.
+Prefill = Callable[[Tensor, Tokens, DecodeState, Tensor], tuple[Tensor, DecodeState]]
 
 
 class Blocks(NamedTuple):
