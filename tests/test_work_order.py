@@ -28,7 +28,7 @@ int main() {
       std::printf("%d", order.paired_heads);
       for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
         std::printf(";");
-        for (WorkWalk walk(order); !walk.done(); walk.next()) std::printf(" %d %d", walk.item().row_block, walk.item().head);
+        for (WorkTileLoop loop(order); !loop.done(); loop.next()) std::printf(" %d %d", loop.work_tile().row_block, loop.work_tile().head);
       }
       std::printf("\\n");
     } catch (const std::runtime_error& error) {
