@@ -20,7 +20,6 @@
 // the centred line (decay_line); a query factor joins row() (decay_row). decayed() is weight_and_derivative with a key factor.
 // decayed_of_centred() takes the centred line's value in place of dp, and if kSlopeIsWeight the weight in place of x. flow
 // times flow_scale is p times the derivative with respect to log p.
-// of x where kSlopeIsWeight is true); flow_scale times flow is p times the derivative by the logarithm of p.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -20,8 +20,8 @@ struct FiniteDecayParams {
   MathMode dtype;         // dtype of log_decay; fp32 is kFP32
   const void* log_decay;  // (b, hk, m)
   Stride log_decay_stride;
-  bool continues;      // whether the call continues from a state, which is visible until the first reset
-  float* finite;       // (b, hk, m) contiguous
+  bool continues;    // whether the call continues from a state, which is visible until the first reset
+  float* finite;     // (b, hk, m) contiguous
   int32_t* k_start;  // (b, hk, m) contiguous: last reset up to this token; if none, 0, or -1 if the call continues
 };
 size_t finite_decay_workspace_bytes(const FiniteDecayParams& p);

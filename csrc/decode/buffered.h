@@ -17,13 +17,13 @@ constexpr int kMaxBufferedPlaces = 16384;
 // kv_state and k_sum themselves.
 struct BufferedParams {
   DecodeParams step;
-  int exact_window;  // W: tokens of the exact window
-  int flush_interval;    // T: tokens that are buffered before a flush
+  int exact_window;     // W: tokens of the exact window
+  int flush_interval;   // T: tokens that are buffered before a flush
   void* local_keys;     // (b, hk, W + T, d) contiguous, oldest first
   void* local_values;   // (b, hk, W + T, dv) contiguous
   uint8_t* local_mask;  // (b, hk, W + T) contiguous, 0 = the token is masked
   float* local_decays;  // (b, hk, W + T) contiguous: log_decay of the tokens, including -inf
-  int* buffered;       // (b, hk) contiguous, 0 to T: tokens beyond the W; slots after them are not read
+  int* buffered;        // (b, hk) contiguous, 0 to T: tokens beyond the W; slots after them are not read
   void* workspace;
 };
 

@@ -40,11 +40,11 @@ struct DecodeParams {
   const float* log_decay;
   int64_t decay_batch_stride, decay_head_stride;
 
-  const float* kv_state;   // (b, hk, rows, dv) contiguous: sum of features(k) v
-  const float* k_sum;  // (b, hk, rows) contiguous: sum of features(k)
-  float* new_kv_state;     // like kv_state. kv_state and k_sum themselves, or memory that overlaps nothing else
+  const float* kv_state;  // (b, hk, rows, dv) contiguous: sum of features(k) v
+  const float* k_sum;     // (b, hk, rows) contiguous: sum of features(k)
+  float* new_kv_state;    // like kv_state. kv_state and k_sum themselves, or memory that overlaps nothing else
   float* new_k_sum;
-  void* o;               // (b, h, dv) contiguous
+  void* o;                // (b, h, dv) contiguous
 };
 
 // Computes new state = exp(log_decay) state + features(k) (v, 1), and o: the sum of new_kv_state over the sum of new_k_sum,

@@ -17,9 +17,9 @@ struct MergeParams {
   const void* o_global;  // (b, h, n, dv): attention to the global keys
   Stride o_stride, o_global_stride;  // unit stride in the last dimension, any alignment
 
-  float* lse;  // (b, h, n): log of the local keys' sum of weights; receives that of all keys
+  float* lse;             // (b, h, n): log of the local keys' sum of weights; receives that of all keys
   const float* z_global;  // (b, h, n): the global keys' sum of weights is z_global exp(shift)
-  const float* shift;  // (b, shift_heads, n); null: 0
+  const float* shift;     // (b, shift_heads, n); null: 0
   Stride lse_stride, z_global_stride, shift_stride;
   float* z;  // (b, h, n) contiguous result: sum of weights of all keys, divided by exp(shift); 0 if there are no global keys
 };

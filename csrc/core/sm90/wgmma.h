@@ -1,10 +1,8 @@
-// wgmma: products D (64 x kN, fp32) += A (64 x 16) B (16 x kN) of a warpgroup (128 threads: four warps from a multiple of four
-// on).
+// wgmma: products D (64 x kN, fp32) += A (64 x 16) B (16 x kN) of a warpgroup: four warps, the first a multiple of four.
 //
 //   Wgmma<Math, kN>::rs<kB>(d, a, b)         A from registers, B from shared memory
 //   Wgmma<Math, kN>::ss<kA, kB>(d, a, b)     both from shared memory, by their descriptors (tiles.h)
 //   ... ::rs_first, ::ss_first               D = A B: outputs only, so that no zeros are written before
-//
 //   ... ::rs_if<kB>(goes_on, d, a, b)        D += A B if goes_on, else D = A B; decided at run time
 //
 // D: warp w of the warpgroup holds rows 16 w .. 16 w + 15. With g = lane / 4 and t = lane % 4, of columns 8j .. 8j + 7:
@@ -24,8 +22,8 @@
 
 namespace fastmax {
 
-// The index that runs along the rows (128 bytes) of an operand in shared memory. kK: the summed index; kMN: rows of A or columns
-// of B (transposed).
+// The index that runs along the rows (128 bytes) of an operand in shared memory. kK: the summed index; kMN: the row of A or
+// the column of B (transposed).
 enum class Major : int { kK = 0, kMN = 1 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

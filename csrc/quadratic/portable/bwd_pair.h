@@ -2,7 +2,6 @@
 // every streamed token would be read from shared memory for just 16 rows. Here two warps, a pair, own the same rows. One
 // computes x = q . k, the other dp = grad_o . v, so that each holds one resident operand and one sum of twice as many rows.
 // They exchange fp32 accumulators through shared memory, each lane with the same lane of the other warp.
-//
 //   grad_k, grad_v: the first warp hands over x (softmax: p), computes p and sums grad_v; the second computes ds, sums grad_k.
 //   grad_q:         each warp computes one factor of ds and takes the other's; each sums half of grad_q's columns.
 #pragma once

@@ -123,8 +123,8 @@ inline bool sums_divide_grad_o(const Problem& p) {
 
 // Partial sums of grad_q. The counters start at 0.
 struct PartialGradQ {
-  uint32_t* taken;  // (1): number of work tiles taken
-  uint32_t* added;  // (b, h, counters): blocks of keys that have added their sums to the tiles of this counter
+  uint32_t* taken;      // (1): number of work tiles taken
+  uint32_t* added;      // (b, h, counters): blocks of keys that have added their sums to the tiles of this counter
   float* sums;          // (b, h, tiles, parts): each in the layout of a warpgroup's accumulators
   int tiles, counters;  // per head
 };
