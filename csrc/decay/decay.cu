@@ -193,11 +193,11 @@ __global__ void __launch_bounds__(kThreads) decay_state_pairs_kernel(const Carri
       sum += y == 0.f ? 0. : static_cast<double>(x[i]) * y;
     }
   };
-  const int64_t state_elements = int64_t{rows} * state.dv;
+  const int64_t numbers = int64_t{rows} * state.dv;
   double sums[2] = {}, totals[2];
-  add(sums[0], state.new_values, state.grad_new_values, state_elements);
+  add(sums[0], state.new_values, state.grad_new_values, numbers);
   add(sums[0], state.new_weights, state.grad_new_weights, rows);
-  add(sums[1], state.values, state.grad_values, state_elements);
+  add(sums[1], state.values, state.grad_values, numbers);
   add(sums[1], state.weights, state.grad_weights, rows);
   block_scan(sums[0], totals[0]), block_scan(sums[1], totals[1]);
   if (threadIdx.x < 2) parts[2 * int64_t{blockIdx.x} + threadIdx.x] = totals[threadIdx.x];

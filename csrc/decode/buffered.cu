@@ -207,7 +207,7 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
     load_rows<2>(s.math, of_values, kTile, columns, takes_part, 1.f, values, value_stride);
     __syncthreads();
     for (int row0 = begin + warp * rows_per_batch; row0 < end; row0 += kWarps * rows_per_batch) {
-      float* row_kv_state = s.new_values + (int64_t{state} * rows + row0 + lane_row) * s.dv + first_column + lane_column;
+      float* row_kv_state = s.new_kv_state + (int64_t{state} * rows + row0 + lane_row) * s.dv + first_column + lane_column;
       Vector x[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -226,7 +226,7 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
       }
       sum = sum_lanes(sum, rows_per_batch);
       if (slice == 0 && lane < rows_per_batch && row < end) {
-        float* weight = s.new_weights + int64_t{state} * rows + row;
+        float* k_sum = s.new_k_sum + int64_t{state} * rows + row;
         *k_sum = decayed_sum(__ldcg(k_sum), factor, is_reset) + sum;
       }
       __syncwarp();
@@ -276,7 +276,7 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
   float* weights = region + warp * 32 * kHeads;  // for 32 rows and each query head
 
   const int64_t first_row = int64_t{state} * rows + row_begin;
-  const float* source = s.values + (first_row + lane_row) * s.dv + column;
+  const float* source = s.kv_state + (first_row + lane_row) * s.dv + column;
   const int step = rows_per_load * s.dv;
   int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // rows left to load
   Vector pending[kUnroll];
@@ -303,7 +303,7 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
     const int row = row_begin + chunk + lane;
     float weight[kHeads] = {};
     if (row < row_end) {
-      const float sum = slice == 0 ? __ldcg(s.weights + first_row + chunk + lane) : 0.f;
+      const float sum = slice == 0 ? __ldcg(s.k_sum + first_row + chunk + lane) : 0.f;
       const Feature columns(row, s.d);
       const float coefficient = columns.b < 0 ? s.a0 : columns.a < 0 ? s.a1 : columns.a == columns.b ? s.a2 : 2.f * s.a2;
 #pragma unroll
@@ -529,14 +529,14 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
   if (__syncthreads_or(has_nan)) {
     for (int i = 0; i < held.before; ++i) nan_decays.take(p.local_decays[held.first + i], p.local_mask[held.first + i] != 0);
     nan_decays.take(decay_of_token(s, batch, kv_head), joins_state(s, batch));
-    nan_decays.sums &= s.new_weights[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
+    nan_decays.sums &= s.new_k_sum[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
   }
   if (threadIdx.x == 0) {
     after[tiles] = 0.f;
     for (int tile = tiles - 1; tile >= 0; --tile) after[tile] += after[tile + 1];
   }
   __syncthreads();
-  const bool state_is_nan = isnan(s.new_weights[int64_t{state} * decode_rows(s.d, s.order)]) && after[0] != -INFINITY;
+  const bool state_is_nan = isnan(s.new_k_sum[int64_t{state} * decode_rows(s.d, s.order)]) && after[0] != -INFINITY;
   const bool is_nan = nan_decays.token || nan_decays.sums || state_is_nan;
 
   for (int turn = 0; turn < work.group; turn += kMaxHeads) {
@@ -616,7 +616,7 @@ int heads_of_launch(const DecodeParams& p) {
 }
 
 bool takes_vectors(const DecodeParams& p) {
-  return p.dv % 4 == 0 && reinterpret_cast<uintptr_t>(p.values) % sizeof(float4) == 0;
+  return p.dv % 4 == 0 && reinterpret_cast<uintptr_t>(p.kv_state) % sizeof(float4) == 0;
 }
 
 // Chooses the number of splits for which all blocks end soonest. Four or fewer blocks fit on a multiprocessor at a time, and
