@@ -13,8 +13,8 @@ namespace fastmax {
 // Stands for a decay of -inf, a reset. 2^kReset is 0 in fp32, and a million resets still leave differences exact.
 inline constexpr float kReset = -2900.f;
 
-// Splits log_decay, in which -inf at a token resets everything before it, into finite decays (0 at a reset) and a lower bound
-// on the keys that a query at each token sees. Decays above 0 become 0; NaN stays NaN.
+// Splits log_decay, in which -inf resets everything before its token. Results: finite decays, 0 at a reset, and for the query
+// at each token a lower bound on its keys. Decays above 0 become 0; NaN stays NaN.
 struct FiniteDecayParams {
   int b, hk, m;
   MathMode dtype;         // dtype of log_decay; fp32 is kFP32

@@ -2,10 +2,10 @@
 //
 // Each tile of columns has a reference token: the last key of a tile of keys, the first query of a tile of queries. A pair's
 // factor is then a factor of the row times a factor of the column (softmax: a sum of exponents). The factors of the columns are
-// computed once for all blocks and are loaded with the tile; a query as a column has its factor in its row score. No factor
-// exceeds 1 if all keys of the tile come before all queries that see it, and none exceeds 2^kMostSpan if the tile as a whole
-// decays by no more than that. Other partly visible tiles take the difference of G for each pair, which stays accurate for
-// large sums.
+// computed once for all blocks and are loaded with the tile; a query as a column has its factor in its row score. If all keys
+// of the tile come before all queries that see it, no factor exceeds 1. If the tile as a whole decays by no more than
+// kMostSpan, no factor exceeds 2^kMostSpan. Other partly visible tiles take the difference of G for each pair, which stays
+// accurate for large sums.
 #pragma once
 
 #include <type_traits>

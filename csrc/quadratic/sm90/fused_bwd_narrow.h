@@ -1,6 +1,5 @@
-// Fused backward over tiles of scores on Hopper, for narrow heads: the sums and the order of fused_bwd.h. Per tile, the scores
-// take CUDA cores as long as the products take the tensor core (longer at head dim 32), and are computed once for all
-// gradients.
+// Fused backward over tiles of scores on Hopper, for narrow heads: the sums and the order of fused_bwd.h. The CUDA cores
+// compute the scores of a tile once for all gradients. At head dim 32 this takes longer than the products.
 //
 //   S = K Q^T, D = V dO^T    (64 keys of a consumer x 64 queries)   P, dS from the scores, in registers
 //   dK += dS Q, dV += P dO   A from registers
