@@ -1,11 +1,11 @@
-"""Builds libfastmax.so with nvcc and ninja; no GPU and no CUDA build of PyTorch needed.
+"""Builds libfastmax.so with nvcc and ninja. It needs neither a GPU nor a CUDA build of PyTorch.
 
     python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--compress size|speed] [--fail-on-spills] [--trap-deadlocks]
 
-Every source below this folder is compiled. A folder `sm90` (or any other number) is for sm_90a alone: builds without 90 leave
-it out, and builds with 90 define FASTMAX_HAS_SM90, under which its kernels have rows in the tables of algorithms. All other
+Every source below this folder is compiled. A folder `sm90` (or any other number) is compiled for sm_90a only. Builds without 90
+leave it out; builds with 90 define FASTMAX_HAS_SM90, which adds rows for its kernels to the tables of algorithms. All other
 sources are compiled for every architecture. A source with a line `// shards: ...` is compiled once per combination of the
-macros in that line, in smaller compiler processes that run side by side. Includes are relative to this folder.
+macros in that line, in smaller compiler processes that run in parallel. Includes are relative to this folder.
 """
 
 import argparse
@@ -18,21 +18,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Code for 80 serves 8.6, 8.7 and 8.9 too; and PTX of the first, for every newer device that is not in the list.
+# Code for 80 also runs on 8.6, 8.7 and 8.9. The library has PTX of the first too, for newer devices that are not in the list.
 DEFAULT_ARCHS = (80, 90, 100, 120)
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
-# Values of a macro that a line `// shards: ...` names without any.
+# Values of a macro for which a line `// shards: ...` lists none.
 SHARD_VALUES = {"FASTMAX_MATH": MATH_MODES}
-# Of kernels in the library, which are decompressed once, when they are first launched. "speed" takes four times the bytes, and
-# a fourteenth of the compilation less.
+# Compression of the kernels in the library, which are decompressed at their first launch. "speed" makes the library four times
+# as large and saves a fourteenth of the compilation time.
 COMPRESSIONS = ("size", "speed")
-TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
+TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest supported libtorch
 SOURCE_DIR = Path(__file__).resolve().parent
-# The front end of the compiler takes a third of the time. Its result is the same for all architectures, so that it runs for the
-# oldest alone, except in these folders, whose sources ask for __CUDA_ARCH__ (linear/tile_config.h).
+# The compiler's front end takes a third of the time. Its result is the same for all architectures, so it runs for the oldest
+# one only. The exceptions are these folders, whose sources use __CUDA_ARCH__ (linear/tile_config.h).
 FRONT_ENDS = {SOURCE_DIR / "linear/order1": (80, 90)}
 
-# Kernels that may spill registers, by a pattern of lines like "sm_90 void fastmax::linear_kernel<fastmax::Bf16, 64>(...)": why.
+# Kernels that may spill registers: pattern of lines like "sm_90 void fastmax::linear_kernel<fastmax::Bf16, 64>(...)"; why.
 SPILL_EXCEPTIONS = {
     r"<fastmax::.*Fp32, (64|96|128|256)(, true|, false)*>": "true fp32 holds every operand twice (hi and lo)",
     r"linear_grad_kernel<fastmax::Fp32, 32(, true, false)?>": "the same, up to 28 bytes",
@@ -45,7 +45,7 @@ SPILL_EXCEPTIONS = {
     r"quadratic_fwd_kernel<fastmax::.*((Bf16|Fp16|Tf32), (128|256))>": "Q and the sums take 192 to 220 of 255 registers. bf16 "
     "on sm_90: none",
     r"sm_90 .*quadratic_fwd_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::Bf16, 32>": "two words per stage "
-    "of 128 keys, so that four blocks share a multiprocessor; H200: 2% faster than before it spilled",
+    "of 128 keys, so that four blocks share a multiprocessor; H200: 2% faster than without spills",
     r"quadratic_fwd_kernel<fastmax::.*TableVisibility, fastmax::Bf16, (32|64)>": "a few words once per tile, so that three or "
     "four blocks share a multiprocessor",
     r"quadratic_bwd_q_kernel<fastmax::.*TableVisibility, fastmax::(Bf16|Fp16), (32|64)>": "up to 104 bytes of decays; loops "
@@ -72,25 +72,25 @@ SPILL_EXCEPTIONS = {
     r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word once per "
     "tile, likewise",
     r"quadratic_fwd_sm90_kernel<fastmax::.*DecayVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of decays, "
-    "once per item",
+    "once per work tile",
     r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
     "decays, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
-    "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
+    "gives its registers to the others, once per work tile; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "
     "head_dim 128 up to four dozen, ten of them once per tile",
     r"quadratic_fused_bwd_sm90_kernel<fastmax::.*Score, ": "up to 18 words of the threads that fill the "
     "ring and add parts of grad_q, which give their registers to the others",
     r"linear1_walk_sm90_kernel<128, [^,]*0, ": "a few words once per tile: what noise needs, beside sums and scores",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to 18 words, once per item; most are of the thread that "
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to 18 words, once per work tile; most are of the thread that "
     "fills the ring; of Fastmax with decays at head_dim 96 seven of the others, most once per head",
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
 }
 
 
 class BuildError(RuntimeError):
-    """One sentence that says why the library cannot be built."""
+    """The library cannot be built; the message is one sentence that says why."""
 
 
 def cuda_home() -> Path:
@@ -115,7 +115,7 @@ def torch_home() -> Path:
 
 
 def missing() -> str | None:
-    """What is not there to build with, as a sentence; None when everything is."""
+    """Returns what the build lacks, as a sentence; None if it lacks nothing."""
     if sys.platform != "linux":
         return f"the kernels are built on Linux only, not on {sys.platform}"
     try:
@@ -137,12 +137,12 @@ def ninja_program() -> str:
 
 
 def requested_archs() -> tuple[int, ...]:
-    """FASTMAX_CUDA_ARCHS ("80,90", or "native": the GPUs of this machine), or every architecture that the library supports."""
+    """Returns the architectures of FASTMAX_CUDA_ARCHS ("80,90", or "native": this machine's GPUs); by default, all."""
     return parse_archs(os.environ.get("FASTMAX_CUDA_ARCHS", ""))
 
 
 def parse_archs(text: str) -> tuple[int, ...]:
-    """(80, 86, 90) from the text "80,86 90"; this machine's from "native"; the default from an empty text."""
+    """Returns (80, 86, 90) for "80,86 90", this machine's architectures for "native", and the default for an empty text."""
     if text == "native":
         return native_archs()
     parts = [part for part in re.split(r"[ ,;]+", text) if part]
@@ -165,13 +165,13 @@ def native_archs() -> tuple[int, ...]:
 
 
 def own_arch(source: Path) -> int | None:
-    """90 for a source in a folder sm90, which is for that architecture alone; None for a source for every architecture."""
+    """Returns 90 for a source in a folder sm90, which is compiled for 9.0 only; None for a source for every architecture."""
     folder = re.fullmatch(r"sm(\d+)", source.parent.name)
     return int(folder[1]) if folder else None
 
 
 def virtual_arch(source: Path, arch: int) -> int:
-    """The architecture that the front end runs for, where code for `arch` is made."""
+    """Returns the architecture for which the front end runs when code for `arch` is generated."""
     of_folders = [archs for folder, archs in FRONT_ENDS.items() if source.is_relative_to(folder)]
     return max(candidate for candidate in (min(DEFAULT_ARCHS), *sum(of_folders, ())) if candidate <= arch)
 
@@ -186,15 +186,15 @@ def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
 
 
 def sources(suffix: str, archs: tuple[int, ...]) -> list[Path]:
-    """The sources of this suffix that a build for archs has."""
+    """Returns the sources with this suffix that a build for archs compiles."""
     return [path for path in sorted(SOURCE_DIR.rglob(f"*{suffix}")) if own_arch(path) in (None, *archs)]
 
 
 def shards(source: Path) -> list[dict[str, str]]:
-    """The macros, with their values, of each compilation of a source: `[{}]` for a source that is compiled once.
+    """Returns the macros and their values for each compilation of a source; `[{}]` for a source without shards.
 
-    A line `// shards: FASTMAX_SCORE=PolynomialScore,SoftmaxScore FASTMAX_MATH` stands for every combination of these scores and
-    all arithmetic modes. Several lines add up.
+    A line `// shards: FASTMAX_SCORE=PolynomialScore,SoftmaxScore FASTMAX_MATH` gives every combination of these scores and all
+    arithmetic modes. Several lines add their combinations.
     """
     found = []
     for line in re.findall(r"^// shards: (.+)$", source.read_text(), re.MULTILINE):
@@ -205,7 +205,7 @@ def shards(source: Path) -> list[dict[str, str]]:
 
 
 def object_name(source: Path, shard: dict[str, str] | None = None) -> str:
-    """quadratic/portable/fwd.cu -> quadratic/fwd_sm80.softmax.table.bf16.o"""
+    """Returns the object's name: quadratic/portable/fwd.cu -> quadratic/portable/fwd.softmax.table.bf16.o."""
     stem = source.relative_to(SOURCE_DIR).with_suffix("")
     values = [re.sub("(Score|Visibility)$", "", value).lower() for value in (shard or {}).values()]
     return ".".join([str(stem), *values, "o"])
@@ -226,7 +226,7 @@ def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: s
     if trap_deadlocks:
         defines += " -DFASTMAX_TRAP_DEADLOCKS"
     lines = [
-        # -O1 is for the host's code, which launches. Kernels are optimised without a word.
+        # -O1 applies to host code, which only launches. Kernels are always optimised.
         f"nvcc_flags = -std=c++17 -O1 -Xcompiler -fPIC,-fvisibility=hidden --compress-mode={compress} "
         f"-I{SOURCE_DIR} -Xptxas -v {defines}",
         f"cxx_flags = -std=c++20 -O2 -fPIC -fvisibility=hidden -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} "
@@ -242,7 +242,7 @@ def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: s
         "  description = c++ $out",
         "  depfile = $out.d",
         "  deps = gcc",
-        # libtorch_cuda.so may be missing here: its name alone is recorded, and the one symbol used from it.
+        # libtorch_cuda.so may be missing on this machine. Linking needs only its name and the one symbol used from it.
         "rule stub",
         "  command = echo 'int aoti_torch_get_current_cuda_stream(int i, void** s) { return 1; }' | "
         "cc -shared -fPIC -Wl,-soname,libtorch_cuda.so -x c - -o $out",
@@ -275,7 +275,7 @@ def build(
     trap_deadlocks: bool = False,
     compress: str = COMPRESSIONS[0],
 ) -> Path:
-    """Compiles everything for archs into out and returns the path of the library."""
+    """Compiles the library for archs into out. Returns its path."""
     ninja = ninja_program()
     (out / "stub").mkdir(parents=True, exist_ok=True)
     (out / "build.ninja").write_text(ninja_file(archs, trap_deadlocks, compress))
@@ -286,7 +286,7 @@ def build(
 
 
 def spills(out: Path) -> list[str]:
-    """One line per kernel and architecture that spills registers, read from the compiler's reports in out."""
+    """Returns a line per kernel and architecture that spills registers without an exception, from the reports in out."""
     found = []
     for log in sorted(out.rglob("*.o.log")):
         kernel = "?"
@@ -302,7 +302,7 @@ def spills(out: Path) -> list[str]:
 
 
 def serialised(out: Path) -> list[str]:
-    """The compiler's complaints that it waits after each wgmma, or that it ignores setmaxnreg, read from its reports in out."""
+    """Returns the compiler's warnings that it serialises wgmma or ignores setmaxnreg, from the reports in out."""
     complaint = re.compile(r"\(C75(?:0[6-9]|1\d)\)|setmaxnreg.*ignored")
     return [
         f"{log.relative_to(out)}: {line.strip()}"

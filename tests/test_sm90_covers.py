@@ -67,8 +67,8 @@ void fused() {
     const KeyBlockOrder order = KeyBlockOrder::of(p);
     const FusedBwdWorkspace at(p, 1000, /*scales_grad_o=*/true);
     std::printf("%d %d %zu", one, order.heads_per_group, at.bytes - 1000);
-    for (int i = 0; i < order.items() && order.items() < 100; ++i) {
-      std::printf(" %d.%d", order.item(i).head, order.item(i).row_block);
+    for (int i = 0; i < order.work_tiles() && order.work_tiles() < 100; ++i) {
+      std::printf(" %d.%d", order.work_tile(i).head, order.work_tile(i).row_block);
     }
     std::puts("");
   }

@@ -1,4 +1,4 @@
-"""csrc/quadratic/sm90/work_order.h on the host: what persistent blocks work on, each item once, all of them as long."""
+"""csrc/quadratic/sm90/work_order.h on the host: persistent blocks process each work tile once, and take equally long."""
 
 import heapq
 import itertools
@@ -28,7 +28,9 @@ int main() {
       std::printf("%d", order.paired_heads);
       for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
         std::printf(";");
-        for (WorkWalk walk(order); !walk.done(); walk.next()) std::printf(" %d %d", walk.item().row_block, walk.item().head);
+        for (WorkTileLoop loop(order); !loop.done(); loop.next()) {
+          std::printf(" %d %d", loop.work_tile().row_block, loop.work_tile().head);
+        }
       }
       std::printf("\\n");
     } catch (const std::runtime_error& error) {

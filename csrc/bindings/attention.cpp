@@ -1,8 +1,9 @@
-// fastmax::forward and fastmax::backward for CUDA tensors: checks, params, algorithm. The schemas are declared in Python
-// (fastmax/ops/). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
+// fastmax::forward and fastmax::backward for CUDA tensors: checks, params, choice of the algorithm. Python declares the schemas
+// (fastmax/ops/). Calls without kernels go to the PyTorch implementation, fastmax::eager_forward and eager_backward.
 //
-// fastmax::global_forward_ and global_backward_: the same of a causal call whose keys are the far ones of an exact window, joined to what there
-// is of the near ones. Where the kernels do not join, fastmax::eager_global_forward_ and _backward_ take a call without it and do that.
+// fastmax::global_forward_ and global_backward_ compute a causal call for the global keys of an exact window, and merge it in
+// place with the result of the local keys. If no kernel merges, fastmax::eager_global_forward_ and eager_global_backward_ call
+// the operators without merging and merge themselves.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -36,7 +37,7 @@ struct Polynomial {
   }
 };
 
-// Noise that the output is multiplied with.
+// Dropout noise that multiplies the output.
 struct Noise {
   OptionalTensor noise;
 
@@ -51,7 +52,7 @@ struct Noise {
   }
 };
 
-// What both directions take, beyond what check_inputs looks at.
+// Checks the arguments of both directions that check_inputs does not cover.
 void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_noise, int64_t order, const std::string& algorithm) {
   FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
   FASTMAX_CHECK(algorithm == "auto" || algorithm == "quadratic" || algorithm == "linear",
@@ -68,7 +69,7 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   AttentionParams p{};
   fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
   p.order = static_cast<int>(order);
-  // What newer kernels cover is a matter of strides and of what is there. Tensors that would be copied first count as not covered.
+  // Coverage depends on strides and on the inputs that are present. Tensors that would be copied first count as not covered.
   p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
   p.k_start = Operands::bounds(x.k_start), p.k_end = Operands::bounds(x.k_end);
   p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
@@ -149,13 +150,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, gradients.grad_log_decay};
 }
 
-// What both directions take of far keys.
+// Checks the arguments of both directions for global keys.
 void check_global(const AttentionInputs& x, double scale, int64_t order, const std::string& algorithm) {
   check_inputs(x, scale, /*causal=*/true);
   check_options(x.q, x.v, kNotGiven, order, algorithm);
 }
 
-// What is joined: (b, h, n, d) like the part's tensor.
+// Checks a tensor (b, h, n, d) that is added to in place; it must be like a tensor of the call.
 void check_written(const char* name, const Tensor& x, const char* like_name, const Tensor& like) {
   check_device(name, x, like, like_name);
   const auto shape = like.sizes();
@@ -164,7 +165,7 @@ void check_written(const char* name, const Tensor& x, const char* like_name, con
   FASTMAX_CHECK(x.scalar_type() == like.scalar_type(), name, " must have ", like_name, "'s dtype");
 }
 
-// Whether the kernels write there, each number once.
+// Whether kernels can write to x in place: aligned, and no element at several indices.
 bool is_writable(const Tensor& x) {
   for (int i = 0; i < 3; ++i) {
     if (x.stride(i) == 0 && x.size(i) > 1) return false;

@@ -1,4 +1,4 @@
-// What would be unsafe in a direct call of an operator; functional.py has checked what is asked for already. Each refusal names the
+// Checks that make direct calls of the operators safe; functional.py has already checked what users pass. Each error names the
 // argument.
 #pragma once
 
@@ -18,7 +18,7 @@ inline std::string device_name(const Tensor& x) {
   return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : x.is_cpu() ? "cpu" : "another kind of device";
 }
 
-// Of an initializer list, or of what sizes() returns.
+// Sizes: an initializer list, or the type that sizes() returns.
 template <class Sizes>
 std::string shape_text(const Sizes& sizes) {
   std::string text;
@@ -26,16 +26,17 @@ std::string shape_text(const Sizes& sizes) {
   return "(" + text + ")";
 }
 
-// What an attention operator is asked about, but for options, results and their gradients.
+// The inputs of an attention operator, without options, results and their gradients.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
   const OptionalTensor &attention_mask, &rpe_matrix, &log_decay, &k_start, &k_end;
 };
 
-// For those of them that an operator does not take.
+// For inputs that an operator does not have.
 inline const OptionalTensor kNotGiven;
 
-// For a device guard, which takes no other: the operator is called on CUDA when any tensor is there.
+// Returns the CUDA device of x, for a device guard. The operator is called for CUDA if any tensor is there, so x may be
+// elsewhere.
 inline int32_t cuda_device_of(const char* name, const Tensor& x) {
   FASTMAX_CHECK(x.is_cuda(), name, " is on ", device_name(x), ", and other arguments are on CUDA");
   return x.get_device_index();
@@ -52,7 +53,7 @@ inline void check_shape(const char* name, const Tensor& x, std::initializer_list
                 shape_text(shape), ", got ", shape_text(got));
 }
 
-// q, k, v, mask, scale and visibility of an attention operator, for the kernels and for the PyTorch implementation behind it.
+// Checks q, k, v, mask, scale and causality of an attention operator, for the kernels and the PyTorch implementation.
 inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask, double scale,
                             bool causal) {
   FASTMAX_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must be 4-dimensional, got ", q.dim(), ", ",
@@ -65,7 +66,7 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   check_shape("k", k, {b, hk, m, q.size(3)});
   check_shape("v", v, {b, hk, m, v.size(3)});
   FASTMAX_CHECK(hk > 0 ? h % hk == 0 : h == 0, "q's heads must be a multiple of k's, got ", h, " and ", hk);
-  // Heads of all batch entries, and tokens with what rounds them up, are counted in int.
+  // Heads over the whole batch, and rounded-up token counts, are int.
   FASTMAX_CHECK(b <= INT_MAX && h <= INT_MAX && b * h <= INT_MAX, "q has too many heads: ", b, " x ", h);
   FASTMAX_CHECK(n <= INT_MAX / 2 && m <= INT_MAX / 2, "too many tokens: ", n, " queries, ", m, " keys");
   FASTMAX_CHECK(!causal || n <= m, "causal attention needs n <= m, got ", n, " queries and ", m, " keys");
@@ -77,7 +78,7 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   }
 }
 
-// A number for every token of every head.
+// Checks an input with a number for every token of every head.
 inline void check_per_token(const char* name, const OptionalTensor& x, ScalarType dtype, const char* dtype_name, int64_t heads,
                             int64_t tokens, const Tensor& q) {
   if (!x.has_value()) return;
@@ -86,8 +87,8 @@ inline void check_per_token(const char* name, const OptionalTensor& x, ScalarTyp
   FASTMAX_CHECK(x->scalar_type() == dtype, name, " must be ", dtype_name);
 }
 
-// All of the inputs. The values of decays and bounds stay on the device. The caller must see to it that decays are finite and <= 0, or
-// NaN; results are not specified where bounds fall.
+// Checks all inputs. Values of decays and bounds stay on the device. The caller must ensure that decays are finite and <= 0, or
+// NaN; results are unspecified if bounds decrease.
 inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
   check_attention(x.q, x.k, x.v, x.attention_mask, scale, causal);
   if (x.rpe_matrix.has_value()) check_device("rpe_matrix", *x.rpe_matrix, x.q);
@@ -99,13 +100,13 @@ inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
   check_per_token("k_end", x.k_end, ScalarType::Int, "int32", hk, n, x.q);
 }
 
-// A number per query: z, lse and their gradients.
+// Checks a tensor with a number per query: z, lse or a gradient of theirs.
 inline void check_per_query(const char* name, const Tensor& x, const Tensor& q) {
   check_device(name, x, q);
   check_shape(name, x, {q.size(0), q.size(1), q.size(2)});
 }
 
-// The forward's results and the output's gradient.
+// Checks the forward's results and the gradient of the output.
 inline void check_results(const Tensor& q, const Tensor& v, const Tensor& o, const Tensor& grad_o, const char* z_name, const Tensor& z) {
   for (const auto& [name, x] : {std::pair("o", &o), std::pair("grad_o", &grad_o)}) {
     check_device(name, *x, q);
@@ -115,23 +116,23 @@ inline void check_results(const Tensor& q, const Tensor& v, const Tensor& o, con
   check_per_query(z_name, z, q);
 }
 
-// The state of a direct call, for the kernels and for the PyTorch implementation behind them; q, k and v were checked.
-inline void check_state(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights, int64_t order,
-                        const char* values_name = "values", const char* weights_name = "weights") {
+// Checks the state of a direct call, for the kernels and the PyTorch implementation. q, k and v have been checked.
+inline void check_state(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum, int64_t order,
+                        const char* kv_state_name = "kv_state", const char* k_sum_name = "k_sum") {
   FASTMAX_CHECK(q.size(1) > 0, "q must have at least one head");
   FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
-  check_shape(values_name, values, {b, hk, rows, v.size(3)});
-  check_shape(weights_name, weights, {b, hk, rows});
+  check_shape(kv_state_name, kv_state, {b, hk, rows, v.size(3)});
+  check_shape(k_sum_name, k_sum, {b, hk, rows});
   const bool wide = q.scalar_type() == ScalarType::Double;
-  for (const auto& [name, x] : {std::pair(values_name, &values), std::pair(weights_name, &weights)}) {
+  for (const auto& [name, x] : {std::pair(kv_state_name, &kv_state), std::pair(k_sum_name, &k_sum)}) {
     check_device(name, *x, q);
     FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ",
                     wide ? "float64" : "float32");
   }
 }
 
-// Numbers that the kernels read as fp32.
+// Checks a tensor that the kernels read as fp32.
 inline void check_float(const char* name, const Tensor& x) {
   FASTMAX_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32");
 }

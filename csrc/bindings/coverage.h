@@ -1,4 +1,4 @@
-// Which calls there are kernels for. The PyTorch implementation computes the other calls.
+// Coverage: the calls that have kernels. The PyTorch implementation computes all others.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace fastmax {
 
-// Whether there are kernels for the dtype of q, and the library has code for its device.
+// Whether kernels exist for the dtype of q, and the library has code for its device.
 inline bool kernels_run_on(const Tensor& q) {
   const ScalarType dtype = q.scalar_type();
   return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
@@ -28,13 +28,13 @@ inline MathMode math_mode(ScalarType dtype, bool allow_tf32) {
   }
 }
 
-// The native head dim that holds q's and v's columns; 0: none does.
+// The native head dim that holds the columns of q and v; 0 if none does.
 inline int head_dim_of(const Tensor& q, const Tensor& v) {
   const int64_t widest = std::max(q.size(3), v.size(3));
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
 }
 
-// Whether there are kernels of the algorithm for a call.
+// Whether the algorithm has kernels for a call.
 inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm, bool causal) {
   const bool has_bounds = x.k_start.has_value() || x.k_end.has_value();
   return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() &&

@@ -1,4 +1,5 @@
-// FASTMAX_DEBUG=1 in the environment, read once, or fastmax_set_debugging: a line on stderr for every call, with what computes it.
+// Debug output: a line on stderr for every call, with the kernels that compute it. Enabled by FASTMAX_DEBUG=1 in the
+// environment, which is read once, or by fastmax_set_debugging.
 #pragma once
 
 #include <atomic>

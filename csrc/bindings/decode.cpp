@@ -23,12 +23,12 @@ namespace {
 
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
-void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                 const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, int64_t order) {
   check_inputs({q, k, v, attention_mask, kNotGiven, log_decay, kNotGiven, kNotGiven}, scale, /*causal=*/true);
   FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
-  check_state(q, k, v, values, weights, order);
+  check_state(q, k, v, kv_state, k_sum, order);
 }
 
 // Whether the kernel computes this call.
@@ -41,8 +41,8 @@ Tensor empty_output(const Tensor& q, const Tensor& v) {
   return empty_contiguous({q.size(0), q.size(1), 1, v.size(3)}, q.scalar_type(), q.get_device_index());
 }
 
-DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-                       const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& attention_mask,
+DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
+                       const Tensor& new_kv_state, const Tensor& new_k_sum, const OptionalTensor& attention_mask,
                        const OptionalTensor& log_decay, const Tensor& o, double scale, double a0, double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
   const bool has_mask = attention_mask.has_value(), has_decay = log_decay.has_value();
@@ -59,8 +59,8 @@ DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   p.mask_stride = has_mask ? attention_mask->stride(0) : 0;
   p.log_decay = has_decay ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;
   p.decay_batch_stride = has_decay ? log_decay->stride(0) : 0, p.decay_head_stride = has_decay ? log_decay->stride(1) : 0;
-  p.values = static_cast<const float*>(values.data_ptr()), p.new_values = static_cast<float*>(new_values.data_ptr());
-  p.weights = static_cast<const float*>(weights.data_ptr()), p.new_weights = static_cast<float*>(new_weights.data_ptr());
+  p.kv_state = static_cast<const float*>(kv_state.data_ptr()), p.new_kv_state = static_cast<float*>(new_kv_state.data_ptr());
+  p.k_sum = static_cast<const float*>(k_sum.data_ptr()), p.new_k_sum = static_cast<float*>(new_k_sum.data_ptr());
   p.o = o.data_ptr();
   return p;
 }
@@ -70,78 +70,78 @@ void print_kernel(const char* name, const DecodeParams& p) {
   std::fprintf(stderr, "fastmax::%s: b %d, h %d, hk %d, d %d, dv %d, order %d\n", name, p.b, p.h, p.hk, p.d, p.dv, p.order);
 }
 
-// The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
-Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-               const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& attention_mask,
+// Writes the new state to new_kv_state and new_k_sum, which may be kv_state and k_sum themselves. Returns o.
+Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
+               const Tensor& new_kv_state, const Tensor& new_k_sum, const OptionalTensor& attention_mask,
                const OptionalTensor& log_decay, double scale, double a0, double a1, double a2, int64_t order) {
   const Tensor o = empty_output(q, v);
   const DecodeParams p =
-      params_of(q, k, v, values, weights, new_values, new_weights, attention_mask, log_decay, o, scale, a0, a1, a2, order);
+      params_of(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, o, scale, a0, a1, a2, order);
   print_kernel("decode_step: decode_sm80", p);
   if (p.b > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
 
-std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values_in,
-                                               const Tensor& weights_in, const OptionalTensor& attention_mask,
+std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state_in,
+                                               const Tensor& k_sum_in, const OptionalTensor& attention_mask,
                                                const OptionalTensor& log_decay, double scale, double a0, double a1, double a2,
                                                int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, values_in, weights_in, attention_mask, log_decay, scale, order);
+  check_step(q, k, v, kv_state_in, k_sum_in, attention_mask, log_decay, scale, order);
   if (!is_covered(q, v)) {
-    const auto [o, new_values, new_weights] = call_operator<3>("fastmax::eager_decode_step", q, k, v, values_in, weights_in,
+    const auto [o, new_kv_state, new_k_sum] = call_operator<3>("fastmax::eager_decode_step", q, k, v, kv_state_in, k_sum_in,
                                                                attention_mask, log_decay, scale, a0, a1, a2, order);
-    return {o, new_values, new_weights};
+    return {o, new_kv_state, new_k_sum};
   }
-  const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Tensor new_values = torch::stable::empty_like(values), new_weights = torch::stable::empty_like(weights);
-  const Tensor o = advance(q, k, v, values, weights, new_values, new_weights, attention_mask, log_decay, scale, a0, a1, a2, order);
-  return {o, new_values, new_weights};
+  const Tensor kv_state = dense(kv_state_in), k_sum = dense(k_sum_in);
+  const Tensor new_kv_state = torch::stable::empty_like(kv_state), new_k_sum = torch::stable::empty_like(k_sum);
+  const Tensor o = advance(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, scale, a0, a1, a2, order);
+  return {o, new_kv_state, new_k_sum};
 }
 
-Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                             const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, double a0,
                             double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, values, weights, attention_mask, log_decay, scale, order);
-  FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
-                  "values and weights must be contiguous to be written in place");
-  FASTMAX_CHECK(!overlap(values, weights), "values and weights must not overlap to be written in place");
+  check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, scale, order);
+  FASTMAX_CHECK(kv_state.is_contiguous() && k_sum.is_contiguous(),
+                  "kv_state and k_sum must be contiguous to be written in place");
+  FASTMAX_CHECK(!overlap(kv_state, k_sum), "kv_state and k_sum must not overlap to be written in place");
   for (const Tensor& x : {q, k, v}) {
-    FASTMAX_CHECK(!overlap(values, x) && !overlap(weights, x),
-                    "q, k and v must not overlap values and weights, which are written in place");
+    FASTMAX_CHECK(!overlap(kv_state, x) && !overlap(k_sum, x),
+                    "q, k and v must not overlap kv_state and k_sum, which are written in place");
   }
-  FASTMAX_CHECK(!log_decay.has_value() || (!overlap(values, *log_decay) && !overlap(weights, *log_decay)),
-                  "log_decay must not overlap values and weights, which are written in place");
+  FASTMAX_CHECK(!log_decay.has_value() || (!overlap(kv_state, *log_decay) && !overlap(k_sum, *log_decay)),
+                  "log_decay must not overlap kv_state and k_sum, which are written in place");
   if (!is_covered(q, v)) {
-    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, attention_mask, log_decay, scale, a0, a1, a2,
+    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, kv_state, k_sum, attention_mask, log_decay, scale, a0, a1, a2,
                             order)[0];
   }
-  return advance(q, k, v, values, weights, values, weights, attention_mask, log_decay, scale, a0, a1, a2, order);
+  return advance(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, scale, a0, a1, a2, order);
 }
 
-// What a state keeps beside its sums.
-struct Kept {
+// The buffers of local and buffered tokens in a state.
+struct LocalTokens {
   const Tensor &keys, &values, &mask, &decays, &buffered;
 };
 
-void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
+void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
   const int64_t b = k.size(0), hk = k.size(1);
-  FASTMAX_CHECK(kept.keys.dim() == 4, "local_keys must be 4-dimensional, got ", kept.keys.dim(), " dimensions");
-  const int64_t places = kept.keys.size(2);
+  FASTMAX_CHECK(local.keys.dim() == 4, "local_keys must be 4-dimensional, got ", local.keys.dim(), " dimensions");
+  const int64_t places = local.keys.size(2);
   FASTMAX_CHECK(exact_window >= 0 && exact_window < places, "exact_window must be from 0 to the places of local_keys, ", places,
                 ", less 1, got ", exact_window);
-  check_shape("local_keys", kept.keys, {b, hk, places, k.size(3)});
-  check_shape("local_values", kept.values, {b, hk, places, v.size(3)});
-  check_shape("local_mask", kept.mask, {b, hk, places});
-  check_shape("local_decays", kept.decays, {b, hk, places});
-  check_shape("buffered", kept.buffered, {b, hk});
+  check_shape("local_keys", local.keys, {b, hk, places, k.size(3)});
+  check_shape("local_values", local.values, {b, hk, places, v.size(3)});
+  check_shape("local_mask", local.mask, {b, hk, places});
+  check_shape("local_decays", local.decays, {b, hk, places});
+  check_shape("buffered", local.buffered, {b, hk});
   const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"local_keys", &kept.keys, q.scalar_type()},
-                                                                         {"local_values", &kept.values, q.scalar_type()},
-                                                                         {"local_mask", &kept.mask, ScalarType::Bool},
-                                                                         {"local_decays", &kept.decays, wide},
-                                                                         {"buffered", &kept.buffered, ScalarType::Int}};
+  const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"local_keys", &local.keys, q.scalar_type()},
+                                                                         {"local_values", &local.values, q.scalar_type()},
+                                                                         {"local_mask", &local.mask, ScalarType::Bool},
+                                                                         {"local_decays", &local.decays, wide},
+                                                                         {"buffered", &local.buffered, ScalarType::Int}};
   for (const auto& [name, x, dtype] : expected) {
     check_device(name, *x, q);
     FASTMAX_CHECK(x->scalar_type() == dtype, name, " has the wrong dtype for q's");
@@ -149,16 +149,16 @@ void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor
   }
 }
 
-Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                               const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
                               const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, values, weights, attention_mask, log_decay, scale, order);
-  check_kept({local_keys, local_values, local_mask, local_decays, buffered}, q, k, v, exact_window);
-  FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
-                  "values and weights must be contiguous to be written in place");
-  const Tensor* const written[] = {&values, &weights, &local_keys, &local_values, &local_mask, &local_decays, &buffered};
+  check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, scale, order);
+  check_local({local_keys, local_values, local_mask, local_decays, buffered}, q, k, v, exact_window);
+  FASTMAX_CHECK(kv_state.is_contiguous() && k_sum.is_contiguous(),
+                  "kv_state and k_sum must be contiguous to be written in place");
+  const Tensor* const written[] = {&kv_state, &k_sum, &local_keys, &local_values, &local_mask, &local_decays, &buffered};
   const Tensor* const read[] = {&q, &k, &v, attention_mask.has_value() ? &*attention_mask : nullptr,
                                 log_decay.has_value() ? &*log_decay : nullptr};
   for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
@@ -171,13 +171,13 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   const int64_t places = local_keys.size(2);
   if (!is_covered(q, v) || places > kMaxBufferedPlaces) {
-    return call_operator<1>("fastmax::eager_buffered_step_", q, k, v, values, weights, local_keys, local_values, local_mask, local_decays,
+    return call_operator<1>("fastmax::eager_buffered_step_", q, k, v, kv_state, k_sum, local_keys, local_values, local_mask, local_decays,
                             buffered, attention_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
   }
   const int device = q.get_device_index();
   const Tensor o = empty_output(q, v);
   BufferedParams p{};
-  p.step = params_of(q, k, v, values, weights, values, weights, attention_mask, log_decay, o, scale, a0, a1, a2, order);
+  p.step = params_of(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, o, scale, a0, a1, a2, order);
   p.exact_window = static_cast<int>(exact_window), p.flush_interval = static_cast<int>(places - exact_window);
   p.local_keys = local_keys.data_ptr(), p.local_values = local_values.data_ptr();
   p.local_mask = static_cast<uint8_t*>(local_mask.data_ptr()), p.local_decays = static_cast<float*>(local_decays.data_ptr());

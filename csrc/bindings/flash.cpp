@@ -1,4 +1,4 @@
-// fastmax::flash_forward and fastmax::flash_backward for CUDA tensors, as attention.cpp does it for the polynomial.
+// fastmax::flash_forward and fastmax::flash_backward for CUDA tensors: like attention.cpp, for softmax.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

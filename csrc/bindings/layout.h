@@ -1,4 +1,4 @@
-// Layouts: strides, alignment, copies where the kernels need one, results in the caller's layout.
+// Layouts: strides, alignment, copies for the kernels, and results in the caller's layout.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -11,7 +11,7 @@
 
 namespace fastmax {
 
-// Strides as PyTorch's own, of empty tensors too.
+// Uninitialised. Strides match PyTorch's own, also for tensors without elements.
 inline Tensor empty_contiguous(const std::vector<int64_t>& sizes, ScalarType dtype, int device_index) {
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
@@ -19,13 +19,13 @@ inline Tensor empty_contiguous(const std::vector<int64_t>& sizes, ScalarType dty
   return empty_strided(sizes, strides, dtype, device_index);
 }
 
-// Contiguous, of like's shape.
+// Uninitialised, contiguous, with like's shape.
 inline Tensor empty_dense(const Tensor& like, ScalarType dtype) {
   const auto shape = like.sizes();
   return empty_contiguous({shape.begin(), shape.end()}, dtype, like.get_device_index());
 }
 
-// A contiguous copy. The stable ABI has functions for this and for zeros; theirs do not tell that memory ran out.
+// A contiguous copy. The stable ABI has functions for copies and zeros, but they do not report that memory ran out.
 inline Tensor dense_copy(const Tensor& x, ScalarType dtype) {
   Tensor copy = empty_dense(x, dtype);
   return torch::stable::copy_(copy, x);
@@ -35,10 +35,10 @@ inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : dense_copy
 
 inline bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
 
-// (b, h, tokens, d), token-major (b, tokens, h, d) in memory or contiguous.
+// Uninitialised, (b, h, tokens, d), in like's memory order: token-major (b, tokens, h, d) or contiguous.
 inline Tensor empty_like_layout(const Tensor& like, int64_t d) {
   const int64_t b = like.size(0), h = like.size(1), n = like.size(2);
-  const int64_t h1 = std::max<int64_t>(1, h), n1 = std::max<int64_t>(1, n);  // strides as PyTorch's own, of empty tensors too
+  const int64_t h1 = std::max<int64_t>(1, h), n1 = std::max<int64_t>(1, n);  // strides match PyTorch's own
   const std::vector<int64_t> strides = is_token_major(like) ? std::vector<int64_t>{n1 * h1 * d, d, h1 * d, 1}
                                                             : std::vector<int64_t>{h1 * n1 * d, n1 * d, d, 1};
   return empty_strided({b, h, n, d}, strides, like.scalar_type(), like.get_device_index());
@@ -51,7 +51,7 @@ inline Tensor zeros_like_layout(const Tensor& like, int64_t d) {
 
 inline Stride stride_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-// The kernels move 16 bytes at a time.
+// Whether the kernels can access x, 16 bytes at a time.
 inline bool is_aligned(const Tensor& x) {
   const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
   if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0 || x.stride(3) != 1 || x.size(3) % elements != 0) return false;
@@ -61,7 +61,7 @@ inline bool is_aligned(const Tensor& x) {
   return true;
 }
 
-// x itself where the kernels can read it, else a copy whose last dimension is padded with zeros to a multiple of 16 bytes.
+// Returns x if the kernels can read it, else a copy whose last dimension is zero-padded to a multiple of 16 bytes.
 inline Tensor readable(const Tensor& x) {
   if (is_aligned(x)) return x;
   const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
@@ -77,7 +77,7 @@ inline Tensor readable(const Tensor& x) {
   return copy;
 }
 
-// An output: aligned as the kernels need it, and narrowed to the caller's columns at the end.
+// An output: stored aligned for the kernels, and narrowed to the caller's columns by result().
 struct Output {
   Tensor storage;
   int64_t columns;
@@ -93,17 +93,17 @@ struct Output {
   }
 };
 
-// A gradient of what was not given.
+// The gradient of an absent input: a tensor without elements.
 inline Tensor no_elements(const Tensor& like) { return empty_strided({0}, {1}, like.scalar_type(), like.get_device_index()); }
 
-// The gradient of log_decay where there is nothing that fades.
+// The gradient of log_decay in a call without tokens.
 inline Tensor zero_decay_gradient(const OptionalTensor& log_decay, const Tensor& q) {
   if (!log_decay.has_value()) return no_elements(q);
   Tensor x = empty_dense(*log_decay, log_decay->scalar_type());
   return torch::stable::zero_(x);
 }
 
-// The memory that a tensor reaches, in bytes.
+// The range of memory that a tensor covers.
 struct Extent {
   const char* begin;
   const char* end;

@@ -1,4 +1,4 @@
-// What fastmax/ops/extension.py asks the library itself, through ctypes.
+// Queries that fastmax/ops/extension.py sends to the library through ctypes.
 
 #include <cuda_runtime.h>
 
@@ -27,10 +27,10 @@ std::string build_info() {
 
 #define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
 
-// SCHEMA_VERSION in fastmax/ops/extension.py: the schemas that the bindings are written for.
+// Version of the schemas that the bindings implement; SCHEMA_VERSION in fastmax/ops/extension.py must match.
 FASTMAX_EXPORT int fastmax_schema_version() { return 21; }
 
-// Why kernels do not run on a device, or null when they do.
+// Why kernels cannot run on a device, a sentence without a full stop; null if they can.
 FASTMAX_EXPORT const char* fastmax_device_problem(int index) {
   const std::string& problem = fastmax::get_device(index).problem;
   return problem.empty() ? nullptr : problem.c_str();

@@ -26,7 +26,7 @@ void check_rows(const Tensor& q, const Tensor& k, double lim) {
   FASTMAX_CHECK(std::isfinite(lim) && lim > 0, "lim must be finite and > 0, got ", lim);
 }
 
-// Beside the forward's result x, which is q's or k's: its gradient and the factors of its rows.
+// Checks the gradient of a forward result x (q's or k's) and the factors of its rows.
 void check_normalized(const char* grad_name, const OptionalTensor& grad, const char* factor_name, const Tensor& factor, const Tensor& x,
                       const Tensor& q) {
   if (grad.has_value()) {
@@ -47,21 +47,21 @@ bool is_covered(const Tensor& q, const Tensor& k, double lim) {
          lim <= kMaxNormalizedLim && lim >= 1 / kMaxNormalizedLim;
 }
 
-// x itself where its rows are of neighbouring elements, else a copy.
+// Returns x if the elements of its rows are contiguous, else a copy.
 Tensor with_rows(const Tensor& x) {
   if (x.stride(3) == 1 || x.size(3) == 1) return x;
   Tensor copy = empty_like_layout(x, x.size(3));
   return torch::stable::copy_(copy, x);
 }
 
-// A number for each row of x, in the order in which rows lie in a dense tensor of x's layout.
+// Uninitialised, a number for each row of x, in the order of the rows in a dense tensor of x's layout.
 Tensor empty_factors(const Tensor& x) {
   const int64_t b = x.size(0), h = x.size(1), n = x.size(2), h1 = std::max<int64_t>(1, h), n1 = std::max<int64_t>(1, n);
   const std::vector<int64_t> strides = is_token_major(x) ? std::vector<int64_t>{n1 * h1, 1, h1} : std::vector<int64_t>{h1 * n1, n1, 1};
   return empty_strided({b, h, n}, strides, ScalarType::Float, x.get_device_index());
 }
 
-// The same of factors that somebody gave.
+// Returns factor in the layout of empty_factors, as a copy if needed.
 Tensor factors_in_order(const Tensor& x, const Tensor& factor) {
   Tensor ordered = empty_factors(x);
   for (int i = 0; i < 3; ++i) {
@@ -70,7 +70,7 @@ Tensor factors_in_order(const Tensor& x, const Tensor& factor) {
   return factor;
 }
 
-// `rows`: x, or a copy of it.
+// rows: x, or a copy of it.
 NormalizedTensor normalized_tensor(const Tensor& x, const Tensor& rows, const Tensor& out, const Tensor& factor) {
   NormalizedTensor t{};
   t.rows = is_empty(x) ? 0 : static_cast<int>(x.size(0) * x.size(1) * x.size(2));
@@ -128,10 +128,10 @@ std::tuple<Tensor, Tensor> normalize_tokens_backward(const OptionalTensor& grad_
   }
   NormalizeParams p = make_params(q, lim);
   p.aligned = true;
-  Tensor kept[2][3];  // operands that may be copies, until the launch
+  Tensor copies[2][3];  // operands, possibly copies, that must live until the launch
   const auto gradient = [&](int i, const OptionalTensor& grad, const Tensor& x, const Tensor& factor) {
     if (!grad.has_value()) return no_elements(x);
-    auto& [rows, grad_rows, factors] = kept[i];
+    auto& [rows, grad_rows, factors] = copies[i];
     rows = with_rows(x), grad_rows = with_rows(*grad), factors = factors_in_order(x, factor);
     Tensor out = empty_like_layout(x, x.size(3));
     p.tensors[i] = normalized_tensor(x, rows, out, factors);

@@ -1,5 +1,5 @@
-// Tensors to params: what the kernels read and write, as they need it. The tensors were checked (checks.h); the objects here keep
-// copies alive until the launch.
+// Conversion of tensors to params: operands and results in the layout that the kernels need. The tensors have been checked
+// (checks.h). The objects keep copies alive until the launch.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -15,13 +15,13 @@
 
 namespace fastmax {
 
-// Keys up to so far before and behind a query; -1: no bound.
+// Number of visible keys before and after a query's own position; -1: no bound.
 struct Window {
   int64_t left, right;
 };
 inline constexpr Window kNoWindow{-1, -1};
 
-// Sizes, arithmetic, scale, visibility and device of a call.
+// Fills in sizes, arithmetic, scale, visibility and device of a call.
 inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, Window window,
                          bool allow_tf32) {
   p.b = static_cast<int>(q.size(0));
@@ -37,7 +37,7 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
   p.scale = static_cast<float>(scale);
   p.causal = causal;
   p.causal_offset = p.m - p.n;
-  // No key is further than m - 1 before a query, or n - 1 behind it: wider windows are none.
+  // No key is more than m - 1 before a query or n - 1 after it, so wider windows have no effect.
   p.left = static_cast<int>(window.left < 0 ? p.m : std::min<int64_t>(window.left, p.m));
   p.right = causal ? 0 : static_cast<int>(window.right < 0 ? p.n : std::min<int64_t>(window.right, p.n));
   p.window = p.left < p.m - 1 || (!causal && p.right < p.n - 1);
@@ -47,7 +47,7 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
   p.sm_count = device.sm_count;
 }
 
-// q, k, v and what accompanies their tokens.
+// q, k, v and the inputs that accompany their tokens, as the kernels read them.
 struct Operands {
   Tensor q, k, v;
   OptionalTensor mask, k_start, k_end, log_decay;
@@ -81,7 +81,7 @@ struct Operands {
   }
 };
 
-// The output and the number that every query has beside it: z, or lse.
+// The output and the per-query result: z or lse.
 struct Results {
   Output o;
   Tensor z;
@@ -94,7 +94,7 @@ struct Results {
   }
 };
 
-// (b, h, n) fp32 on q's device.
+// Uninitialised, (b, h, n) fp32 on q's device.
 inline Tensor empty_per_query(const Tensor& q) {
   const int64_t b = q.size(0), h = q.size(1), n = q.size(2);
   return empty_contiguous({b, h, n}, ScalarType::Float, q.get_device_index());
@@ -105,7 +105,7 @@ struct Gradients {
   Tensor o, grad_o, z;
   OptionalTensor grad_z;
   Output grad_q, grad_k, grad_v;
-  Tensor grad_log_decay;  // of no elements without log_decay
+  Tensor grad_log_decay;  // without elements if there is no log_decay
 
   struct Outputs {
     Output q, k, v;

@@ -1,4 +1,4 @@
-// From params to kernels: the choice of who runs them, their workspace, the launch.
+// Runs a call: selects the kernels, allocates their workspace and launches them.
 #pragma once
 
 #include <cstdio>

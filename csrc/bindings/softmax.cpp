@@ -20,11 +20,11 @@ namespace {
 // Whether the kernel computes this call.
 bool is_covered(const Tensor& x) { return kernels_run_on(x) && x.size(x.dim() - 1) <= kMaxSoftmaxWidth; }
 
-// The one stride, in elements, that leads from row to row of x, or -1 where there is none: the kernel then gets a copy.
+// The stride from each row of x to the next, in elements; -1 if it differs between rows, in which case the kernel gets a copy.
 int64_t row_stride(const Tensor& x) {
   const int64_t dims = x.dim();
   if (x.stride(dims - 1) != 1 && x.size(dims - 1) > 1) return -1;
-  int64_t stride = -1, rows = 1;  // of the dimensions behind i
+  int64_t stride = -1, rows = 1;  // rows: in the dimensions after i
   for (int64_t i = dims - 2; i >= 0; --i) {
     if (x.size(i) == 1) continue;
     if (rows == 1) {

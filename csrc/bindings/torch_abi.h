@@ -1,4 +1,5 @@
-// What the bindings need of the libtorch stable ABI: its names, errors, allocation, the stream, calls to other operators.
+// The part of the libtorch stable ABI that the bindings use: names, errors, allocation, the stream, and calls of other
+// operators.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +21,7 @@
 
 // Declared by libtorch only when it is built with CUDA; this library must also build against a CPU-only one.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
-// Of PyTorch 2.13 and newer, null in older ones.
+// Exists in PyTorch 2.13 and newer; null in older versions.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace fastmax {
@@ -29,7 +30,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// "fastmax: " and the parts; STD_TORCH_CHECK would put a function and a path of the machine that built the library in front.
+// Throws "fastmax: " and the parts. STD_TORCH_CHECK would prepend a function and a source path of the build machine.
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream text;
@@ -42,14 +43,14 @@ template <class... Parts>
     if (!(condition)) ::fastmax::refuse(__VA_ARGS__); \
   } while (0)
 
-// What PyTorch said about the call that failed behind its C interface, which keeps no exception's type; empty: it does not tell.
+// The message of the PyTorch call that failed; its C interface does not pass the exception's type on. Empty if there is none.
 inline std::string failure() {
   const char* what = torch_exception_get_what_without_backtrace == nullptr ? nullptr : torch_exception_get_what_without_backtrace();
   return what == nullptr ? "" : what;
 }
 
-// Calls an operator of fastmax that returns Outputs tensors. Its errors are RuntimeErrors here; fastmax.ops.extension.call raises the
-// ones that the PyTorch implementation raised.
+// Calls an operator of fastmax that returns Outputs tensors. Its errors become RuntimeErrors here; fastmax.ops.extension.call
+// raises the original ones.
 template <size_t Outputs, class... Args>
 std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
   if (is_debugging()) std::fprintf(stderr, "fastmax: %s\n", name);
@@ -62,7 +63,7 @@ std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args)
   return outputs;
 }
 
-// Where memory ran out, the message says "out of memory", by which fastmax.ops.extension.call knows to raise torch.OutOfMemoryError.
+// If memory runs out, the message contains "out of memory", and fastmax.ops.extension.call raises torch.OutOfMemoryError.
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int device_index) {
   AtenTensorHandle handle = nullptr;
   const int32_t dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
@@ -71,7 +72,7 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
     return Tensor(handle);
   }
   std::string what = failure();
-  if (what.empty()) {  // sizes and device are valid: either memory ran out, or an earlier error stays with the device
+  if (what.empty()) {  // sizes and device are valid, so memory ran out or the device has an earlier error
     size_t free = 0, total = 0;
     const cudaError_t error = cudaMemGetInfo(&free, &total);
     what = error == cudaSuccess ? "CUDA out of memory, " + std::to_string(free >> 20) + " of " + std::to_string(total >> 20) + " MiB are free"

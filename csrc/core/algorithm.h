@@ -1,9 +1,10 @@
-// One interface for every attention algorithm, behind which an architecture provides its kernels.
+// The interface of the attention algorithms. Each algorithm has a table of kernels, one row per implementation.
 //
-//   call -> Algorithm (what is computed how)  ->  select: the first entry that covers the call  ->  Kernels (who runs it)
+//   call -> Algorithm (a table)  ->  select: the first row that covers the call  ->  Kernels (functions that run it)
 //
-// quadratic/algorithm.cpp and linear/algorithm.cpp have the tables. Kernels of a new architecture are a folder of their own and one
-// row above the portable ones; a row may cover one direction, or some calls, only: what it leaves goes to the rows below it.
+// The tables are in quadratic/algorithm.cpp and linear/algorithm.cpp. Kernels for a new architecture are in a folder of their
+// own and get a row above the portable kernels. A row may cover one direction or some calls only; other calls go to the rows
+// below it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,27 +20,28 @@ namespace fastmax {
 
 enum class Direction { kForward, kBackward };
 
-// One row: plain data. Rows of a table agree on z, which the forward of one writes and the backward of another may read, and on
-// nothing else: how a workspace is laid out (snapshots, their format and length) is an entry's own.
+// A row of a table. The forward of one row writes z and the backward of another row may read it, so all rows of a table agree
+// on z. Everything else, such as the layout of the workspace, is the row's own.
 struct Kernels {
   const char* name;  // algorithm and oldest architecture; FASTMAX_DEBUG prints it
-  bool (*covers)(const AttentionParams& p, Direction direction);  // p.sm_arch is the device's; pointers tell what is present
-  const Rates& (*rates)(int head_dim);  // how fast they are, for algorithm="auto" (cost_model.h)
-  // Of a direction that it never covers these are null.
+  bool (*covers)(const AttentionParams& p, Direction direction);  // p.sm_arch: the device's; null pointers: absent inputs
+  const Rates& (*rates)(int head_dim);  // speed of the kernels, for algorithm="auto" (cost_model.h)
+  // The functions of a direction that the row never covers are null.
   size_t (*fwd_workspace_bytes)(const FwdParams& p);
   size_t (*bwd_workspace_bytes)(const BwdParams& p);
-  void (*fwd)(const FwdParams& p, cudaStream_t stream);  // p.workspace: so many bytes
+  void (*fwd)(const FwdParams& p, cudaStream_t stream);  // p.workspace: fwd_workspace_bytes
   void (*bwd)(const BwdParams& p, cudaStream_t stream);
-  // Bytes of FwdParams::kept and BwdParams::kept, a whole number for every key/value head of the batch. 0: nothing is kept of this call;
-  // null: of none.
+  // Bytes of the intermediate states that calls save for later calls, the same for every key/value head of the batch. 0:
+  // nothing is saved for this call. A null function: the kernels never save anything.
   size_t (*fwd_kept_bytes)(const FwdParams& p) = nullptr;
   size_t (*bwd_kept_bytes)(const BwdParams& p) = nullptr;
-  bool joins_parts = false;  // whether FwdParams::local_lse, where nothing fades, and BwdParams::adds are known
+  bool joins_parts = false;  // whether the kernels support FwdParams::local_lse (in calls without decay) and BwdParams::adds
 };
 
+// A table of kernels.
 struct Algorithm {
   const char* name;
-  const Kernels* first;  // the newest architecture's; the last row, the portable kernels, covers every call
+  const Kernels* first;  // rows of newer architectures come first; the last row, portable kernels, covers every call
   const Kernels* last;
 
   template <size_t kRows>
@@ -48,6 +50,7 @@ struct Algorithm {
   const Kernels* end() const { return last; }
 };
 
+// Returns the first row that covers the call.
 inline const Kernels& select(const Algorithm& algorithm, const AttentionParams& p, Direction direction) {
   for (const Kernels& kernels : algorithm) {
     if (kernels.covers(p, direction)) return kernels;

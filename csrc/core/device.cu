@@ -8,7 +8,7 @@
 namespace fastmax {
 namespace {
 
-// Compiled for the same architectures as every other kernel: where it can be loaded, they can.
+// Compiled for the same architectures as every other kernel: if it can be loaded, they can.
 __global__ void probe_kernel() {}
 
 std::string describe(cudaError_t error) {

@@ -1,4 +1,4 @@
-// What the current device is, asked once, and whether this library has code for it.
+// Properties of the current device, queried once, and whether this library has code for it.
 #pragma once
 
 #include <string>
@@ -12,16 +12,16 @@ constexpr int shared_limit(int arch) {
   const bool small = arch == 86 || arch == 89 || arch >= 120;
   return (small ? 99 : arch < 90 ? 163 : 227) * 1024;
 }
-// On every supported architecture: what the tiles of the portable kernels fit in.
+// The smallest limit of all supported architectures, which the tiles of the portable kernels respect.
 inline constexpr int kMaxSharedBytes = shared_limit(86);
 
 struct Device {
   int arch = 0;      // compute capability * 10: 80, 90, ...
   int sm_count = 0;  // multiprocessors
-  std::string problem;  // why no kernel runs here, one sentence without a full stop; empty: they run
+  std::string problem;  // why kernels cannot run here, a sentence without a full stop; empty: they can
 };
 
-// index as CUDA counts devices; leaves the current device as it was.
+// index: CUDA device index. The current device stays as it is.
 const Device& get_device(int index);
 
 }  // namespace fastmax

@@ -1,4 +1,4 @@
-// From values at run time to template arguments: the arithmetic mode and the native head dim. Nothing else dispatches.
+// Dispatch from runtime values to template arguments: the arithmetic mode and the native head dim.
 //
 //   dispatch_math(p.math, [&](auto math) { run<typename decltype(math)::type>(p); });
 //   dispatch_head_dim(NativeHeadDims(), p.head_dim, [&](auto head_dim) { run<head_dim>(p); });
@@ -23,7 +23,7 @@ struct Type {
   using type = T;
 };
 
-// Returns function(Type<Math>()).
+// Returns function(Type<Math>()) for the mode.
 template <class Function>
 decltype(auto) dispatch_math(MathMode math, Function&& function) {
   switch (math) {
@@ -35,20 +35,20 @@ decltype(auto) dispatch_math(MathMode math, Function&& function) {
   throw std::logic_error("fastmax: unknown arithmetic mode " + std::to_string(static_cast<int>(math)));
 }
 
-// Head dims with kernels of their own, ascending. Other widths run as the next one, with zero-filled columns.
+// Head dims with compiled kernels, ascending. Other widths run as the next larger one, with zero-filled columns.
 template <int... kDims>
 struct HeadDims {
-  // The smallest that holds d columns, or 0.
+  // The smallest of them that holds d columns, or 0.
   static constexpr int at_least(int d) {
     int found = 0;
     (void)((d <= kDims && (found = kDims, true)) || ...);
     return found;
   }
-  // " 32 64 ..."
+  // All of them as text: " 32 64 ..."
   static std::string list() { return ((" " + std::to_string(kDims)) + ...); }
 };
 
-// Every width that some kernels have. Error texts and what `python -m fastmax.info` prints come from it.
+// All head dims that some kernels have, for error messages and `python -m fastmax.info`.
 using NativeHeadDims = HeadDims<32, 64, 96, 128, 256>;
 
 // Calls function(std::integral_constant<int, D>()) for the smallest D of the list that holds head_dim columns.

@@ -1,14 +1,16 @@
-// Functions of the driver, found through the runtime: the library does not link to libcuda, which machines without a GPU do not have.
+// Functions of the CUDA driver, looked up through the runtime. The library does not link to libcuda, which machines without a
+// GPU lack.
 #pragma once
 
 #include <cuda.h>
 
 namespace fastmax {
 
-// As of CUDA 12; null where the driver does not have it.
+// Returns a driver function as of CUDA 12; null if the driver lacks it.
 void* driver_function(const char* name);
 
-// Null where this thread has none. A device has contexts beside its own, such as green ones.
+// Returns the calling thread's context; null if it has none. A device may have other contexts than its primary one, such as
+// green contexts.
 CUcontext current_context();
 
 }  // namespace fastmax

@@ -21,7 +21,7 @@ struct Tf32 {
   using Element = float;
   static constexpr MathMode kMode = MathMode::kTF32;
 };
-// True fp32 on the tensor cores: x = hi + lo, x y ~ hi hi + hi lo + lo hi.
+// fp32 precision on the tensor cores: x = hi + lo in tf32, x y ~ hi hi + hi lo + lo hi.
 struct Fp32 {
   using Element = float;
   static constexpr MathMode kMode = MathMode::kFP32;

@@ -1,9 +1,9 @@
-// Tensor-core operands ("fragments") from tiles, from global memory and from accumulators, and their products.
+// Tensor-core operands ("fragments"): loads from tiles, from global memory and from accumulators, and their products.
 //
 // Products are acc (m x n, fp32) += A (m x k) B (k x n). A fragment covers 16 of the summed index k ("k16") in every arithmetic
 // mode, so that one main loop serves them all: A is 16 x 16, B is 16 x 8, an accumulator 16 x 8.
 //
-// Lane l holds, with g = l / 4 and t = l % 4, of an accumulator rows g and g + 8, columns 2t and 2t + 1:
+// Lane l holds, with g = l / 4 and t = l % 4, rows g and g + 8 and columns 2t and 2t + 1 of an accumulator:
 //
 //     column     0    1     2    3     4    5     6    7
 //     row 0    | lane 0   | lane 1   | lane 2   | lane 3   |     acc[0], acc[1]
@@ -13,16 +13,17 @@
 //      ..
 //     row 15   | lane 28  | lane 29  | lane 30  | lane 31  |
 //
-// of A rows g and g + 8 (a[0], a[2], .. and a[1], a[3], ..), and of B column g. Their summed indices come in two orders:
+// It holds rows g and g + 8 of A (a[0], a[2], .. and a[1], a[3], ..), and column g of B. Their summed indices have one of two
+// orders:
 //
 //                          k of a row's, or a column's, registers: in 16 bits          in fp32                  product
 //   FragmentA, FragmentB   (2t, 2t+1), (2t+8, 2t+9)                                    t, t+4, t+8, t+12        mma
 //   WeightsA, WeightsB     bf16 (2t, 2t+1), (2t+8, 2t+9), fp16 as tf32: as fp32        2t, 2t+1, 2t+8, 2t+9     mma_weights
 //
-// The first is what ldmatrix gives, the second the order of columns in accumulators: weights go from there into the next product
-// within a thread.
+// The first order is that of ldmatrix, the second is that of columns in accumulators: weights go from accumulators into the
+// next product within a thread.
 //
-// A loader's name says the operand and the index order of the tile that it reads, the slower index first:
+// A loader's name gives the operand and the index order of the tile that it reads, with the slower index first:
 //   load_a_mk, load_b_nk                   FragmentA from an [m][k] tile, FragmentB from [n][k]
 //   load_weights_a_mk, load_weights_a_km   WeightsA from [m][k], from [k][m]
 //   load_weights_b_nk, load_weights_b_kn   WeightsB from [n][k], from [k][n]
@@ -35,16 +36,16 @@
 //   multiply_slab                          rows that stay in registers times 16 streamed tokens
 //   accumulate_slab                        weights of 16 streamed tokens times their columns
 //   store_rows                             accumulators to global memory
-// fp32 elements are rounded to tf32 on the way (Tf32) or kept whole and split in the product (Fp32).
-// Fp16 weights (operands of mma_weights) are tf32: ten mantissa bits as fp16 has, but eight exponent bits, so that f(s), which
-// grows like s^2, cannot overflow. It costs that product half the tensor rate.
+// fp32 elements are rounded to tf32 by the loaders (Tf32), or loaded whole and split in the product (Fp32).
+// Fp16 weights (operands of mma_weights) are tf32: they have ten mantissa bits like fp16, but eight exponent bits, so that
+// f(s), which grows like s^2, cannot overflow. That halves the tensor rate of the product.
 #pragma once
 
 #include "core/tiles.h"
 
 namespace fastmax {
 
-// A: registers of a 16 x 16 block; B: of a 16 x 8 block.
+// Registers per lane. A: of a 16 x 16 block; B: of a 16 x 8 block.
 template <class Math>
 struct FragmentSize {
   static constexpr int kA = kIs16Bit<Math> ? 4 : 8;
@@ -89,8 +90,8 @@ __device__ __forceinline__ void load_a_mk(FragmentA<Math>& a, uint32_t tile, int
   }
 }
 
-// The same, straight from global memory (rows at or past row_end and columns at or past cols read as zero). For operands that
-// stay in registers for the whole kernel.
+// The same from global memory. Rows from row_end on and columns from cols on read as zeros. For operands that stay in registers
+// for the whole kernel.
 template <class Math>
 __device__ __forceinline__ void load_a_mk_global(FragmentA<Math>& a, const typename Math::Element* src, int64_t token_stride, int row,
                                               int row_end, int k, int cols) {
@@ -108,8 +109,9 @@ __device__ __forceinline__ void load_a_mk_global(FragmentA<Math>& a, const typen
   round_to_mode<Math>(a);
 }
 
-// This lane's offset for load_b_nk_pair_at and load_weights_b_kn_pair_at: add the address of a tile row that is a multiple of 16.
-// The latter for columns from first_col on, a multiple of the power of two of columns that will be read from there.
+// This lane's offset for load_b_nk_pair_at and load_weights_b_kn_pair_at, to be added to the address of a tile row that is a
+// multiple of 16. lane_offset_b_kn: for columns from first_col on, a multiple of the power of two that the number of columns
+// is.
 template <class Math, int kCols>
 __device__ __forceinline__ uint32_t lane_offset_b_nk() {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -125,8 +127,8 @@ __device__ __forceinline__ uint32_t lane_offset_b_kn(int first_col = 0) {
   return Layout::offset(2 * (lane % 4), lane / 4 + first_col);
 }
 
-// Two B fragments: columns n..n+7 and n+8..n+15 with n the row that base was made for, or n_offset (a multiple of 16) more, summed
-// indices [k, k + 16), from a [n][k] tile.
+// Loads two B fragments from an [n][k] tile: columns n .. n + 7 and n + 8 .. n + 15, summed indices [k, k + 16). n is the row
+// that `base` was computed for, plus n_offset, a multiple of 16.
 template <class Math, int kCols>
 __device__ __forceinline__ void load_b_nk_pair_at(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t base, int k, int n_offset = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -148,8 +150,8 @@ __device__ __forceinline__ void load_b_nk_pair(FragmentB<Math>& b0, FragmentB<Ma
   load_b_nk_pair_at<Math, kCols>(b0, b1, tile + n * Layout::kRowBytes + lane_offset_b_nk<Math, kCols>(), k);
 }
 
-// The same operand, 8 columns at a time: kFragments B fragments of consecutive k16 blocks, columns n..n+7 with n the row that
-// base was made for (with lane_offset_b_nk_octet), summed indices from k on.
+// The same operand, 8 columns at a time: kOctetFragments B fragments of consecutive k16 blocks, columns n .. n + 7, summed
+// indices from k on. n is the row that `base` was computed for (with lane_offset_b_nk_octet).
 template <class Math, int kCols>
 inline constexpr int kOctetFragments = kIs16Bit<Math> ? 2 : 1;
 template <class Math, int kCols>
@@ -173,8 +175,8 @@ __device__ __forceinline__ void load_b_nk_octet_at(FragmentB<Math> (&b)[kOctetFr
   }
 }
 
-// Two B fragments: columns n..n+7 and n+8..n+15, summed indices [k, k + 16) with k the row that base was made for, or k_offset (a
-// multiple of 16) more, from a [k][n] tile, for mma_weights.
+// Loads two B fragments for mma_weights from a [k][n] tile: columns n .. n + 7 and n + 8 .. n + 15, summed indices [k, k + 16).
+// k is the row that `base` was computed for, plus k_offset, a multiple of 16.
 template <class Math, int kCols>
 __device__ __forceinline__ void load_weights_b_kn_pair_at(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t base, int n,
                                                           int k_offset = 0) {
@@ -195,11 +197,11 @@ __device__ __forceinline__ void load_weights_b_kn_pair_at(WeightsB<Math>& b0, We
       }
     }
   } else {
-    // Summed index 2t and 2t+1 in place of t and t+4: the order in which accumulators hold their columns, and free of bank
-    // conflicts under the swizzle.
+    // Summed indices 2t and 2t + 1 in place of t and t + 4: the order of columns in accumulators, without bank conflicts under
+    // the swizzle.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      constexpr int kOddRow = Layout::kRowShift == 0 ? 1 : 0;  // what the swizzle does to the next row
+      constexpr int kOddRow = Layout::kRowShift == 0 ? 1 : 0;  // effect of the swizzle on the next row
       const uint32_t row = Layout::move_right(base, i % 2 == 1 ? kOddRow : 0) + (i % 2 + i / 2 * 8 + k_offset) * Layout::kRowBytes;
       b0[i] = ptx::load_shared_u32(Layout::move_right(row, n / 4));
       b1[i] = ptx::load_shared_u32(Layout::move_right(row, n / 4 + 2));
@@ -214,7 +216,7 @@ __device__ __forceinline__ void load_weights_b_kn_pair(WeightsB<Math>& b0, Weigh
       b0, b1, tile + k * TileLayout<typename Math::Element, kCols>::kRowBytes + lane_offset_b_kn<Math, kCols>(), n);
 }
 
-// A B fragment from an fp32 [k][n] tile: columns n..n+7, summed indices [k, k + 16). Not rounded.
+// Loads a B fragment from an fp32 [k][n] tile: columns n .. n + 7, summed indices [k, k + 16). Not rounded.
 template <class Math, int kCols>
 __device__ __forceinline__ void load_weights_b_kn_octet(WeightsB<Math>& b, uint32_t tile, int n, int k) {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -223,7 +225,7 @@ __device__ __forceinline__ void load_weights_b_kn_octet(WeightsB<Math>& b, uint3
   for (int i = 0; i < 4; ++i) b[i] = ptx::load_shared_u32(tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, n + g));
 }
 
-// Two of them, columns n0..n0+7 and n1..n1+7, in every mode.
+// Loads two of them, columns n0 .. n0 + 7 and n1 .. n1 + 7, in every mode.
 template <class Math, int kCols>
 __device__ __forceinline__ void load_weights_b_kn_octets(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n0, int n1,
                                                          int k) {
@@ -239,15 +241,15 @@ __device__ __forceinline__ void load_weights_b_kn_octets(WeightsB<Math>& b0, Wei
   }
 }
 
-// Which of 16 tile columns rows g and g + 8 (half 1) of a fragment from load_weights_a_km hold. In fp32, neighbours: one load for
-// both.
+// The tile column, of 16, that row g (half 0) or g + 8 (half 1) of a fragment from load_weights_a_km holds. In fp32 they are
+// neighbours, so that one load serves both.
 template <class Math>
 __device__ __forceinline__ int weights_a_km_row(int g, int half) {
   return kIs16Bit<Math> ? g + 8 * half : 2 * g + half;
 }
 
-// A fragment of a [k][m] tile: columns of the tile [row, row + 16) as rows, in the order of weights_a_km_row, summed indices
-// [k, k + 16).
+// Loads an A fragment from a [k][m] tile. Its rows are columns [row, row + 16) of the tile in the order of weights_a_km_row;
+// summed indices [k, k + 16).
 template <class Math, int kCols>
 __device__ __forceinline__ void load_weights_a_km(WeightsA<Math>& a, uint32_t tile, int row, int k) {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -264,7 +266,7 @@ __device__ __forceinline__ void load_weights_a_km(WeightsA<Math>& a, uint32_t ti
   }
 }
 
-// A fragment of rows [row, row + 16), columns [k, k + 16) of an [m][k] tile, in the order of weights.
+// Loads an A fragment in the order of weights from an [m][k] tile: rows [row, row + 16), columns [k, k + 16).
 template <class Math, int kCols>
 __device__ __forceinline__ void load_weights_a_mk(WeightsA<Math>& a, uint32_t tile, int row, int k) {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -281,7 +283,7 @@ __device__ __forceinline__ void load_weights_a_mk(WeightsA<Math>& a, uint32_t ti
   }
 }
 
-// The same, straight from global memory; rows outside [0, rows) and columns at or past cols read as zero.
+// The same from global memory. Rows outside [0, rows) and columns from cols on read as zeros.
 template <class Math>
 __device__ __forceinline__ void load_weights_a_mk_global(WeightsA<Math>& a, const typename Math::Element* src, int64_t token_stride,
                                                          int row, int rows, int k, int cols) {
@@ -295,7 +297,8 @@ __device__ __forceinline__ void load_weights_a_mk_global(WeightsA<Math>& a, cons
   round_to_mode<Math>(a);
 }
 
-// Two B fragments, columns n..n+7 and n+8..n+15, summed indices [k, k + 16), from a [n][k] tile, in the order of weights.
+// Loads two B fragments in the order of weights from an [n][k] tile: columns n .. n + 7 and n + 8 .. n + 15, summed indices [k,
+// k + 16).
 template <class Math, int kCols>
 __device__ __forceinline__ void load_weights_b_nk_pair(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n, int k) {
   if constexpr (kIs16Bit<Math>) {
@@ -314,7 +317,7 @@ __device__ __forceinline__ void load_weights_b_nk_pair(WeightsB<Math>& b0, Weigh
   }
 }
 
-// One half (8 of 16 summed indices) of an A fragment from a 16 x 8 accumulator.
+// Converts a 16 x 8 accumulator to one half (8 of 16 summed indices) of an A fragment.
 template <class Math>
 __device__ __forceinline__ void half_weights_a_from_accumulator(WeightsA<Math>& a, int half, const float (&acc)[4]) {
   if constexpr (Math::kMode == MathMode::kBF16) {
@@ -329,7 +332,7 @@ __device__ __forceinline__ void half_weights_a_from_accumulator(WeightsA<Math>& 
     }
   }
 }
-// A fragment (16 rows x 16 summed indices) from two neighbouring 16 x 8 accumulators.
+// Converts two neighbouring 16 x 8 accumulators to an A fragment (16 rows x 16 summed indices).
 template <class Math>
 __device__ __forceinline__ void weights_a_from_accumulator(WeightsA<Math>& a, const float (&left)[4], const float (&right)[4]) {
   half_weights_a_from_accumulator<Math>(a, 0, left);
@@ -342,7 +345,7 @@ __device__ __forceinline__ void mma_tf32_k16(float (&acc)[4], const uint32_t (&a
   ptx::mma_tf32(acc, a[4], a[5], a[6], a[7], b[2], b[3]);
 }
 
-// fp32 operands as tf32 hi + lo; lo lo is below fp32's rounding. The tensor core truncates when it accumulates, so each k16
+// An fp32 operand as tf32 hi + lo; lo lo is below fp32's rounding. The tensor core truncates when it accumulates, so each k16
 // block is summed from zero, small terms first, and added in true fp32.
 struct SplitTf32 {
   uint32_t hi, lo;
@@ -466,8 +469,9 @@ __device__ __forceinline__ void accumulate_slab(float (&acc)[kRowTiles][kOctets]
   }
 }
 
-// Accumulators of a warp (rows from warp_row on, columns from 0 on) to global memory, without the rows from row_end and the
-// columns from cols on. finish_row(i, half, row) gives a function of (column, two neighbouring sums): what is stored of them.
+// Stores the accumulators of a warp (rows from warp_row on, columns from 0 on) to global memory, except rows from row_end on
+// and columns from cols on. finish_row(i, half, row) returns a function of (column, two neighbouring sums) whose result is
+// stored.
 template <class Element, int kRowTiles, int kOctets, class FinishRow>
 __device__ __forceinline__ void store_rows(const float (&acc)[kRowTiles][kOctets][4], Element* dst, int64_t token_stride, int warp_row,
                                            int row_end, int cols, const FinishRow& finish_row) {
@@ -490,7 +494,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kRowTiles][kOctets
   }
 }
 
-// Sum and maximum over the four lanes that hold one accumulator row.
+// Sum and maximum over the four lanes that hold a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   x += __shfl_xor_sync(0xffffffffu, x, 2);

@@ -1,4 +1,4 @@
-// Where a head of a tensor begins, and which heads a flattened (batch, query head) index means.
+// Addresses of heads, and the heads of a flattened (batch, query head) index.
 #pragma once
 
 #include "core/params.h"

@@ -14,10 +14,10 @@ void allow_shared_memory(const char* name, const void* kernel, int bytes) {
   constexpr size_t kUnasked = 48 * 1024;
   struct Allowed {
     int bytes = 0;
-    std::set<CUcontext> contexts;  // in which so many were asked for
+    std::set<CUcontext> contexts;  // contexts in which this many bytes are allowed
   };
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, Allowed> kernels;  // by device: a function of each one's own
+  static std::map<std::pair<const void*, int>, Allowed> kernels;  // by kernel and device, each of which has its own function
 
   int device = 0;
   check_cuda(cudaGetDevice(&device), name);

@@ -1,4 +1,4 @@
-// Launches: grid, shared-memory attribute, error check. They throw std::runtime_error.
+// Kernel launches: grid, shared-memory attribute and error check. They throw std::runtime_error.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,14 +14,14 @@ inline void check_cuda(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("fastmax: ") + what + ": " + cudaGetErrorString(error));
 }
 
-// blocks as a one-dimensional grid. Counts that grow with batch, heads or tokens belong in x: y and z end at 65535.
+// A one-dimensional grid. Counts that grow with batch, heads or tokens belong in x, because y and z are limited to 65535.
 inline unsigned grid_1d(int64_t blocks) {
   if (blocks > INT_MAX) throw std::runtime_error("fastmax: too many blocks for one launch: " + std::to_string(blocks));
   return static_cast<unsigned>(blocks);
 }
 
-// Lets a kernel have `bytes` of dynamic shared memory on the current device, beside its static shared memory: more than 48 KB of
-// both together must be asked for. Never lowers what was asked for before, by whichever thread.
+// Allows `bytes` of dynamic shared memory for a kernel on the current device, beside its static shared memory. CUDA requires
+// this for more than 48 KB of both together. Never lowers an earlier allowance, by any thread.
 void allow_shared_memory(const char* name, const void* kernel, int bytes);
 
 #ifdef __CUDACC__
@@ -34,8 +34,9 @@ void launch_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int 
   check_cuda(cudaGetLastError(), name);
 }
 
-// Likewise, of a kernel whose threads all call ptx::wait_for_earlier_kernels() before they touch global memory: its blocks begin as soon
-// as those of the kernel before have ended, and not after what that wrote has left the caches. From compute capability 9.0 on.
+// Like launch_kernel, for kernels whose threads all call ptx::wait_for_earlier_kernels() before they access global memory.
+// Their blocks start as soon as the blocks of the previous kernel have ended, without waiting for its memory flush. From
+// compute capability 9.0 on.
 template <class Kernel, class... Args>
 void launch_waiting_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
                            const Args&... args) {
@@ -47,7 +48,7 @@ void launch_waiting_kernel(const char* name, Kernel kernel, dim3 grid, int threa
   config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
   config.attrs = &attribute, config.numAttrs = 1;
   cudaLaunchKernelEx(&config, kernel, args...);
-  check_cuda(cudaGetLastError(), name);  // which clears it
+  check_cuda(cudaGetLastError(), name);  // also clears the error
 }
 #endif
 

@@ -1,4 +1,4 @@
-// One PTX instruction per function; in brackets, the instruction as the PTX ISA manual titles it. No asm elsewhere.
+// One PTX instruction per function. In brackets: the instruction's title in the PTX ISA manual. There is no asm elsewhere.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace fastmax::ptx {
 // [cvta] Address of a shared-memory object in the shared state space.
 __device__ __forceinline__ uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// [ld.global.nc] 16 bytes of memory that no thread writes meanwhile; zeros, and no access, where they are not wanted. In place of a
-// branch, in which the compiler waits for what it loads.
+// [ld.global.nc] 16 bytes of memory that no thread writes meanwhile; zeros without an access if `wanted` is false. In a branch
+// instead, the compiler would wait for the load.
 __device__ __forceinline__ void load_global_or_zero(uint32_t (&r)[4], const void* address, bool wanted) {
   asm("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
       "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
@@ -152,14 +152,15 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
   return r;
 }
 
-// The same, computed where it stands: the compiler must not hoist it and keep the result in a register.
+// The same, computed in place: the compiler may not hoist it and hold the result in a register.
 __device__ __forceinline__ uint32_t to_tf32_here(float x) {
   uint32_t r;
   asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
   return r;
 }
 
-// No instruction: hides how x was computed, so that the compiler keeps it in a register instead of computing it again.
+// No instruction: hides the origin of x from the compiler, which then holds x in a register instead of recomputing it, and
+// recomputes values that depend on x.
 __device__ __forceinline__ uint32_t keep_in_register(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -1,14 +1,16 @@
-// How fast kernels are, for algorithm="auto" (core/cost_model.h, which says how the numbers were fitted).
+// Speed of kernels, for algorithm="auto" (core/cost_model.h describes how the numbers were fitted).
 #pragma once
 
 namespace fastmax {
 
-// Time of a row of kernels (core/algorithm.h), forward + backward, in units of one query with one key in the portable quadratic kernels.
+// Time of a row of kernels (core/algorithm.h), forward + backward. The unit is one query with one key in the portable quadratic
+// kernels.
 struct Rates {
   double pair;      // quadratic: a query with a key
-  double feature;   // linear: a feature of a key in the state, and of a query that reads it
-  double overhead;  // order 2: what does not grow with the features (the part within a chunk, snapshots, low occupancy at small head
-                    // dims, launches), in features times head_dim
+  double feature;   // linear: adding a feature of a key to the state, and reading it for a query
+  // order 2: cost that does not grow with the features, in features times head_dim: intra-chunk part, snapshots, low occupancy
+  // at small head dims, launches
+  double overhead;
 };
 
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};

@@ -1,22 +1,25 @@
-// Score policies: what the quadratic main loops make of a dot product.
+// Score policies: how the quadratic main loops compute weights and derivatives from dot products.
 //
-// Forward: weight(x), the weight of a key; where kFollowsRowMax is true, weight(x, reference), relative to 2^reference, and the
-// main loop keeps a reference for each row. row_result is what the backward gets to know of a row.
-// Backward: row() packs what all pairs of a query share into a float4 (prepared once by row_score_kernel); then, for a pair with
-// x = q.k and dp = grad_o.v, p = weight(row, x) is its normalised weight and ds = slope(row, x) * centred(row, dp) the derivative
-// by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
-// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. derivative(row, x, dp) is ds
-// alone, for loops that look at many x of a row. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are
-// zeros too. Where rows stream by and reading them takes time: column() packs what pairs of a query share less what all queries do, for
-// weight_and_derivative of the policy itself; where kScalesGradO is true, weights are not divided by their sum, but grad_o (and delta)
-// are multiplied by grad_o_scale.
+// Forward: weight(x) is the weight of a key. If kFollowsRowMax, weight(x, reference) is the weight relative to 2^reference, and
+// the main loop holds a reference for each row.
 //
-// Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
-// weight or, where kFollowsRowMax is true, x (fade; of_decayed() is the policy that goes on from there; decayed_row(), of a query factor,
-// has both at once, of x and a key factor); in the backward the slope's
-// line where kSlopeIsWeight is true, else the centred line (decay_line). A query factor joins row() (decay_row). faded() is
-// weight_and_derivative with a key factor, decayed_of_centred() of the centred line's value in place of dp (and of the weight in place
-// of x where kSlopeIsWeight is true); flow_scale times flow is p times the derivative by the logarithm of p.
+// Backward: row() packs the data that all pairs of a query share into a float4; row_score_kernel computes it once. For a pair
+// with x = q.k and dp = grad_o.v, p = weight(row, x) is the normalised weight, and ds = slope(row, x) * centred(row, dp) is the
+// derivative with respect to x. Both factors start as a line in x or dp (slope_line, centre_line), so that a kernel whose warps
+// compute one factor each runs the same instructions in both. kSlopeIsWeight: p is the slope, and is not computed twice.
+// derivative(row, x, dp) is ds alone, for loops over many x of a row. A row of zeros, such as those beyond the last query, has
+// ds = 0 if q, grad_o and v are zeros too.
+//
+// If rows stream and reading them takes time, column() packs only the data that differ between queries, for the member function
+// weight_and_derivative. If kScalesGradO, these weights are not divided by their sum; instead grad_o (and delta) are multiplied
+// by grad_o_scale.
+//
+// Decay: a pair has the factor 2^(e1 + e2), given as query_factor(e1) and key_factor(e2). In the forward, a key factor joins
+// the weight or, if kFollowsRowMax, x (apply_decay); of_decayed() is the policy that continues from there. decayed_row() of a
+// query factor applies both factors to x at once. In the backward, a key factor joins the slope's line if kSlopeIsWeight, else
+// the centred line (decay_line); a query factor joins row() (decay_row). decayed() is weight_and_derivative with a key factor.
+// decayed_of_centred() takes the centred line's value in place of dp, and if kSlopeIsWeight the weight in place of x. flow
+// times flow_scale is p times the derivative with respect to log p.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -38,7 +41,7 @@ struct DecayedPair : WeightAndDerivative {
   float flow;
 };
 
-// f(s) = a0 + a1 s + a2 s^2 with s = scale * x, as a polynomial in the unscaled dot product x: two FMAs per weight. Order 1 is
+// f(s) = a0 + a1 s + a2 s^2 with s = scale * x, as a polynomial in the unscaled dot product x: two FMAs per weight. Order 1 has
 // a2 = 0.
 struct PolynomialScore {
   static constexpr bool kFollowsRowMax = false;
@@ -56,8 +59,8 @@ struct PolynomialScore {
     const float inverse = z == 0.f ? 0.f : 1.f / z;
     return make_float4(c0 * inverse, c1 * inverse, c2 * inverse, delta);
   }
-  // What a gradient of z takes from delta. Of a row that sees no key it is not read, nor where z is infinite, as that of an exact
-  // window may be, beside which the weights are 0.
+  // The part of delta that comes from a gradient of z. It is 0 for rows that see no key, and for infinite z: in an exact window
+  // z may be infinite, and the weights relative to it are 0.
   __device__ __forceinline__ static float delta_of_z(float z, const float* grad_z) { return z == 0.f || isinf(z) ? 0.f : z * *grad_z; }
   __device__ __forceinline__ static float weight(const float4& row, float x) { return fmaf(fmaf(row.z, x, row.y), x, row.x); }
   __device__ __forceinline__ static Line slope_line(const float4& row) { return {2.f * row.z, row.y}; }
@@ -80,8 +83,8 @@ struct PolynomialScore {
     return {fmaf(slope, x, c0), fmaf(c2, x, slope) * (dp + column)};
   }
 
-  // log2 of what a weight has faded to when nothing is left of it, and of a row's sum when it sees nothing: less is no more than
-  // 1 / z can be formed of, times f.
+  // log2 of the factor below which a weight counts as fully decayed; smaller row sums count as 0. Weights below it are too
+  // small for 1 / z, times f.
   static constexpr float kFullyDecayed = -100.f;
   static constexpr float kSmallestSum = 7.888609052210118e-31f;  // 2^kFullyDecayed
   __device__ __forceinline__ static float query_factor(float e) { return ptx::exp2_approx(e); }
@@ -112,9 +115,10 @@ struct PolynomialScore {
 struct SoftmaxScore {
   static constexpr bool kFollowsRowMax = true;
   static constexpr bool kSlopeIsWeight = true;
-  // A row's reference is raised when a score exceeds it by so much: weights stay below 2^8, and sums are rarely rescaled.
+  // A row's reference is raised when a score exceeds it by more than this. Weights stay below 2^8, and sums are rarely
+  // rescaled.
   static constexpr float kSlack = 8.f;
-  static constexpr float kNoReference = -1e30f;  // finite: differences with it are no NaN
+  static constexpr float kNoReference = -1e30f;  // finite, so that differences with it are not NaN
 
   float c, scale;
 
@@ -125,7 +129,7 @@ struct SoftmaxScore {
   // The natural logarithm of a row's sum of exp(s), from its sum of weights.
   __device__ __forceinline__ static float log_sum(float z, float reference) { return 0.6931471805599453f * (reference + log2f(z)); }
 
-  // z: the logarithm of the row's sum of exp(s), -inf where it sees no key.
+  // z: the logarithm of the row's sum of exp(s), -inf if the row sees no key.
   __device__ __forceinline__ float4 row(float z, float delta) const { return make_float4(c, exponent(z), scale, scale * delta); }
   __device__ __forceinline__ static float exponent(float z) { return z == -INFINITY ? -INFINITY : -1.4426950408889634f * z; }
   __device__ __forceinline__ static float delta_of_z(float, const float* grad_z) { return *grad_z; }
@@ -149,7 +153,7 @@ struct SoftmaxScore {
     return {weight, weight * fmaf(scale, dp, column.y)};
   }
 
-  // However much a weight has faded, its score may be larger by more.
+  // No weight counts as fully decayed: its score may exceed the decay.
   static constexpr float kFullyDecayed = -INFINITY, kSmallestSum = 0.f;
   __device__ __forceinline__ static float query_factor(float e) { return e; }
   __device__ __forceinline__ static float key_factor(float e) { return e; }
@@ -172,7 +176,7 @@ struct SoftmaxScore {
     const WeightAndDerivative pair = weight_and_derivative(decay_row(row, factor), x, dp);
     return {pair, pair.ds};
   }
-  // weight: with the factor.
+  // weight: includes the factor.
   __device__ __forceinline__ static DecayedPair decayed_of_centred(const float4&, float weight, float centred, float) {
     return {{weight, weight * centred}, weight * centred};
   }

@@ -1,12 +1,12 @@
-// Tiles in shared memory: the layout, and what copies them there from global memory.
+// Tiles in shared memory: their layout, and copies from global memory.
 //
-// A tile is kRows tokens x kCols elements, a token a row: [token][column]. Which of the two a product sums over is the business of
-// who reads it (fragments.h).
-//   TileLoader              for a loop over tiles: what does not change from tile to tile is computed once
+// A tile has kRows tokens x kCols elements, one token per row: [token][column]. Its readers (fragments.h) decide which index a
+// product sums over.
+//   TileLoader              for a loop over tiles
 //   load_tile_async         one tile
-//   load_masked_tile_async  one tile, without the tokens that a mask drops
-//   load_bytes_async        contiguous bytes that are in a tile's order already
-// All copy asynchronously and leave it to the caller to commit; what lies outside of the tensor is filled with zeros.
+//   load_masked_tile_async  one tile, without masked tokens
+//   load_bytes_async        contiguous bytes, already in the order of a tile
+// All copy asynchronously, and the caller commits. Elements outside the tensor are filled with zeros.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,8 +21,8 @@ inline constexpr int kWarpSize = 32;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % kWarpSize; }
 
-// Rows follow each other; within a row, 16-byte chunks are permuted by XOR with the row index, so that 8 rows of one chunk column
-// (ldmatrix) fall in different banks. Rows of 128 bytes and more, chunk c of row r:
+// Rows are contiguous. Within a row, 16-byte chunks are permuted by XOR with the row index, so that 8 rows of one chunk column
+// (ldmatrix) are in different banks. Chunk c of row r, for rows of 128 bytes or more:
 //   row 0   0 1 2 3 4 5 6 7
 //   row 1   1 0 3 2 5 4 7 6
 //   row 2   2 3 0 1 6 7 4 5   ...   shorter rows: the same for every second or fourth row
@@ -42,8 +42,8 @@ struct TileLayout {
     return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ ((row >> kRowShift) & (kPeriod - 1))) << 4));
   }
 
-  // An address, moved right by a number of chunks whose bits are zero in the chunk index that the address was made for: a
-  // constant XOR and a constant addition, once the number is known to the compiler.
+  // Moves an address right by `chunks`, whose bits must be zero in the chunk index of the address. If the number is a
+  // compile-time constant, this is an XOR and an addition of constants.
   static __device__ __forceinline__ uint32_t move_right(uint32_t address, int chunks) {
     return (address ^ static_cast<uint32_t>((chunks & (kPeriod - 1)) << 4)) + static_cast<uint32_t>((chunks & ~(kPeriod - 1)) << 4);
   }
@@ -54,8 +54,8 @@ struct TileLayout {
   }
 };
 
-// Global -> shared, 16 bytes per cp.async, by all kThreads threads. Rows at or past row_end and columns at or past cols are
-// zero-filled. src points at row 0 of the tensor; the tile is its rows [row_begin, row_begin + kRows). The caller commits.
+// Copies rows [row_begin, row_begin + kRows) of a tensor to shared memory, 16 bytes per cp.async, by all kThreads threads. src
+// points at row 0. Rows from row_end on and columns from cols on are zeros. The caller commits.
 template <class Element, int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_tile_async(uint32_t tile, const Element* src, int64_t token_stride, int row_begin, int row_end,
                                                 int cols) {
@@ -74,21 +74,21 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const Element* sr
   }
 }
 
-// The same for a loop over tiles: what does not change from tile to tile is computed once, and a tile costs a few instructions
-// per 16 bytes. Tiles are kRows rows from row_begin on.
+// Copies tiles of kRows rows in a loop. Values that are the same for all tiles are computed once, so that a tile costs a few
+// instructions per 16 bytes.
 template <class Element, int kRows, int kCols, int kThreads>
 struct TileLoader {
   using Layout = TileLayout<Element, kCols>;
-  // A row is cut in segments of a power of two chunks; one pass of all threads loads kPassRows rows of a segment.
+  // A row is divided into segments of a power of two chunks. One pass of all threads loads kPassRows rows of a segment.
   static constexpr int kSegment = Layout::kChunks & -Layout::kChunks;
   static constexpr int kSegments = Layout::kChunks / kSegment;
   static constexpr int kPassRows = kThreads / kSegment;
   static constexpr int kPasses = (kRows + kPassRows - 1) / kPassRows;
   static_assert(kThreads % kSegment == 0 && (kRows % kPassRows == 0 || kPasses == 1), "passes cover the tile");
 
-  int row;          // of this thread in the first pass
-  int col;          // of this thread in the first segment
-  uint32_t offset;  // of this thread's first chunk in a tile
+  int row;          // row of this thread in the first pass
+  int col;          // column of this thread in the first segment
+  uint32_t offset;  // offset of this thread's first chunk in a tile
 
   __device__ __forceinline__ explicit TileLoader(unsigned thread) {
     row = static_cast<int>(thread) / kSegment;
@@ -119,8 +119,8 @@ struct TileLoader {
   }
 };
 
-// Global -> shared as load_tile_async, for kRows rows from row_begin on, which may be negative; rows outside [0, rows) and
-// masked rows are zero-filled.
+// Like load_tile_async, for kRows rows from row_begin on, which may be negative. Rows outside [0, rows) and masked rows are
+// zeros.
 template <class Element, int kRows, int kCols>
 __device__ __forceinline__ void load_masked_tile_async(uint32_t tile, const Element* src, int64_t token_stride, int row_begin,
                                                        int rows, int cols, const uint8_t* mask, int mask_stride) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void load_masked_tile_async(uint32_t tile, const Elem
   }
 }
 
-// Contiguous bytes, a multiple of 16.
+// Copies contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void load_bytes_async(uint32_t dst, const void* src, int bytes) {
   const char* from = static_cast<const char*>(src);
   for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) ptx::cp_async_16(dst + i, from + i, 16);

@@ -1,19 +1,19 @@
-// Which tokens of the other side a block of rows sees, in one place for every kernel: rows of queries look at keys (forward, grad_q),
-// rows of keys at the queries that see them (grad_k, grad_v).
+// Visible tokens of a block of rows, for every kernel. Rows of queries see keys (forward, grad_q); rows of keys are seen by
+// queries (grad_k, grad_v).
 //
-// A row sees a range of tokens, and neither of its bounds falls from row to row. So the first and the last row of a block decide for
-// all rows between them:
+// A row sees a range of tokens, and neither bound decreases from row to row. So the first and the last row of a block decide
+// for all rows between them:
 //
 //     tokens      0 1 2 3 4 5 6 7 8 9
 //     first row   . x x x x x . . . .         some row sees  [first.begin, last.end)
 //      ..         . . x x x x x . . .         every row sees [last.begin, first.end)
 //     last row    . . . x x x x x . .
 //
-// and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
-// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and tables here.
-// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks. Where kMayDecay is
-// true, the kernels that walk by it look for decays (quadratic/portable/fading.h). kHasTables: it reads AttentionParams::key_table and
-// query_table.
+// A tile of tokens is empty, partly visible or wholly visible. A kernel processes the tiles in `seen`, and masks single pairs
+// only outside `whole`. This works for any type with keys_of and queries_of whose bounds never decrease, such as those below.
+//
+// kBoundsBothSides: whether keys may begin after the first one, and queries end before the last. kMayDecay: whether the kernels
+// look for decay (quadratic/portable/decay.h). kHasTables: whether AttentionParams::key_table and query_table are read.
 #pragma once
 
 #include "core/params.h"
@@ -21,14 +21,15 @@
 
 namespace fastmax {
 
-// [begin, end), of tokens or tiles; empty where end <= begin.
+// [begin, end) of tokens or tiles; empty if end <= begin.
 struct Range {
   int begin, end;
 
   constexpr __host__ __device__ bool contains(int i) const { return i >= begin && i < end; }
 };
 
-// Tiles that hold some of these tokens, and tiles that hold nothing else. An empty range may come out as the tile that it lies in.
+// Tiles that contain some of these tokens, and tiles that contain nothing else. For an empty range, tiles_with may return the
+// tile in which it lies.
 template <int kTile>
 constexpr __host__ __device__ Range tiles_with(Range tokens) {
   return {tokens.begin / kTile, (tokens.end + kTile - 1) / kTile};
@@ -38,12 +39,12 @@ constexpr __host__ __device__ Range tiles_within(Range tokens) {
   return {(tokens.begin + kTile - 1) / kTile, tokens.end / kTile};
 }
 
-// Tiles of a stream of tokens, as rows see them. Those of `seen` that are not in `whole` are partly visible.
+// Tiles that rows see. The tiles of `seen` that are not in `whole` are partly visible.
 struct TileRanges {
   Range seen, whole;
 };
 
-// Keys that queries first .. last see, and the tiles of them.
+// Keys that queries first .. last see, and their tiles.
 template <class Visibility>
 constexpr __host__ __device__ Range keys_seen(const Visibility& sees, int first, int last) {
   return {sees.keys_of(first).begin, sees.keys_of(last).end};
@@ -54,8 +55,8 @@ constexpr __host__ __device__ TileRanges key_tiles(const Visibility& sees, int f
           tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end})};
 }
 
-// Tiles of queries that see keys first .. last. Queries behind the last one are zeros that add nothing, and the last tile may be
-// whole; keys behind the last one have a weight.
+// Tiles of queries that see keys first .. last. Queries beyond the last one are zeros and add nothing, so the last tile may be
+// whole. Keys beyond the last one would have a weight.
 template <int kTile, class Visibility>
 constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int first, int last) {
   const Range of_first = sees.queries_of(first), of_last = sees.queries_of(last);
@@ -64,7 +65,8 @@ constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int
   return {tiles_with<kTile>({of_first.begin, of_last.end}), whole};
 }
 
-// n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
+// n queries and m keys. Query i sees all keys or, if causal, the keys up to i + offset. With offset = m - n both sequences end
+// together.
 struct DenseVisibility {
   static constexpr bool kBoundsBothSides = false, kMayDecay = false, kHasTables = false;
   int n, m, offset;
@@ -74,7 +76,8 @@ struct DenseVisibility {
   constexpr __host__ __device__ DenseVisibility(const Problem& p, int /*state*/)
       : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
 
-  // Of any query, also behind the last one; before all keys the range is empty, and its end may be negative.
+  // For any query, including those beyond the last one. If a query comes before all keys, its range is empty and the end may be
+  // negative.
   constexpr __host__ __device__ Range keys_of(int query) const {
     const int diagonal = query + offset + 1;
     return {0, causal && diagonal < m ? diagonal : m};
@@ -84,12 +87,13 @@ struct DenseVisibility {
     return {causal && diagonal > 0 ? diagonal : 0, n};
   }
 
-  // Whether a query sees a key, twice: what belongs to a row, and is the same for the tokens that stream by, is on one side.
+  // Whether a query sees a key, in two forms. In each, the range belongs to the row's token, so that a loop over streamed
+  // tokens does not recompute it.
   constexpr __host__ __device__ bool query_sees(int query, int key) const { return key < keys_of(query).end; }
   constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return query >= queries_of(key).begin; }
 };
 
-// A window alone: query i sees keys i + offset - left .. i + offset + right.
+// A window without other bounds: query i sees keys i + offset - left .. i + offset + right.
 struct WindowVisibility {
   static constexpr bool kBoundsBothSides = true, kMayDecay = false, kHasTables = false;
   int n, m, offset, left, right;
@@ -99,7 +103,7 @@ struct WindowVisibility {
   constexpr __host__ __device__ WindowVisibility(const Problem& p, int /*state*/)
       : WindowVisibility(p.n, p.m, p.causal_offset, p.left, p.right) {}
 
-  // Where a window is outside of the keys, its end may be before its begin, and negative.
+  // For windows outside the keys the end may be negative and lie before the begin.
   constexpr __host__ __device__ Range keys_of(int query) const {
     const int position = query + offset, begin = position - left, end = position + right + 1;
     return {begin > 0 ? begin : 0, end < m ? end : m};
@@ -113,16 +117,17 @@ struct WindowVisibility {
   constexpr __host__ __device__ int query_at(int position) const { return position < 0 ? 0 : position < n ? position : n; }
 };
 
-// What tables say: packed sequences, windows, what a decay forgets. With valid bounds of keys they do not fall. With other numbers they
-// may, and kernels must end all the same. In every table a range of keys begins in [0, m] and ends by m, and one of queries is in [0, n].
+// Ranges from tables: packed sequences, windows, resets and full decay. With valid bounds of keys the ranges never decrease.
+// With other values they may, and kernels must end all the same. In every table, ranges of keys begin in [0, m] and end by m,
+// and ranges of queries lie in [0, n].
 struct TableVisibility {
   static constexpr bool kBoundsBothSides = true, kMayDecay = true, kHasTables = true;
   const AttentionParams& p;
-  int state, n;  // state: of all key/value heads
+  int state, n;  // state: key/value head over the whole batch
 
   __host__ __device__ TableVisibility(const AttentionParams& p, int state) : p(p), state(state), n(p.n) {}
 
-  // Tokens behind the last one are as the last one. A forward has no table of queries.
+  // Tokens beyond the last one have its range. The forward has no table of queries.
   __host__ __device__ Range keys_of(int query) const { return load(p.key_table, p.n, query); }
   __host__ __device__ Range queries_of(int key) const { return load(p.query_table, p.m, key); }
 
@@ -143,17 +148,19 @@ struct TableVisibility {
 
 #ifdef __CUDACC__
 
-// What a tile's tokens look like from the rows of a key/value head. Made again for each tile, so that a loop keeps the head's number
-// and no pointers in registers.
+// The visibility of a key/value head. Rebuilt for each tile, so that a loop holds the head's index but no pointers in
+// registers.
 template <class Visibility>
 __device__ __forceinline__ Visibility visibility_of(const AttentionParams& p, int state) {
   return Visibility(p, Visibility::kMayDecay ? static_cast<int>(ptx::keep_in_register(state)) : 0);
 }
 
+// How many keys of a tile the padding mask keeps.
 enum class Kept { kNone, kSome, kAll };
 
-// Which keys of a batch entry the padding mask keeps, if there is one. Blocks of a batch entry follow each other; the entry is
-// computed where a mask is looked at, and takes no register of a loop. Params: FwdParams or BwdParams.
+// Keys that the padding mask keeps in the batch entry of this block. The blocks of a batch entry are contiguous. The entry is
+// computed when a mask is read, so that loops hold no register for it. Without a mask all keys are kept. Params: FwdParams or
+// BwdParams.
 template <class Params>
 struct KeptKeys {
   const Params& p;
@@ -166,7 +173,7 @@ struct KeptKeys {
     return p.attention_mask + blockIdx.x / ptx::keep_in_register(blocks_per_batch) * p.mask_batch_stride;
   }
 
-  // How many of keys [begin, begin + kKeys) are kept; those behind the last key are not. Called by whole warps.
+  // How many of the keys [begin, begin + kKeys) are kept. Keys beyond the last one are not. Called by whole warps.
   template <int kKeys>
   __device__ __forceinline__ Kept tile(int begin) const {
     if (keeps_all()) return Kept::kAll;
@@ -181,15 +188,15 @@ struct KeptKeys {
     return __all_sync(0xffffffffu, all) ? Kept::kAll : __any_sync(0xffffffffu, some) ? Kept::kSome : Kept::kNone;
   }
 
-  // A bit for each of the 16 keys from begin on, and perhaps more. Called by whole warps.
+  // A bit for each of the 16 keys from `begin` on, set if it is kept; higher bits are undefined. Called by whole warps.
   __device__ __forceinline__ uint32_t slab(int begin) const {
     if (keeps_all()) return 0xffffffffu;
     const int key = begin + lane_index() % 16;
     return __ballot_sync(0xffffffffu, key < p.m && mask()[key] != 0);
   }
 
-  // From the first to the last of these keys that is kept: what most masks drop is at the ends. Called by all kThreads threads of a
-  // block; scratch: 8 bytes of shared memory, free when this returns.
+  // Trims a range of keys to the first and the last one that is kept: most masks drop keys at the ends. Called by all kThreads
+  // threads of a block. scratch: 8 bytes of shared memory, free again on return.
   template <int kThreads>
   __device__ __forceinline__ Range trim(Range keys, int* scratch) const {
     if (keeps_all() || keys.end <= keys.begin) return keys;

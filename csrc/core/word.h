@@ -1,11 +1,11 @@
-// 16 bytes of a row in registers.
+// 16 bytes of a row, held in registers.
 #pragma once
 
 #include "core/dtype.h"
 
 namespace fastmax {
 
-// Elements stay as they come: 16-bit ones would take twice the registers in fp32.
+// Elements keep their type: as fp32, 16-bit elements would take twice the registers.
 template <class Element>
 struct Word {
   static constexpr int kElements = 16 / sizeof(Element);

@@ -6,8 +6,8 @@
 namespace fastmax {
 namespace {
 
-// Sums over the tokens of a head, in tiles: a launch for the totals of tiles, one that adds those of the tiles before. All in float64
-// and in a fixed order.
+// Sums over the tokens of a head, in tiles. One launch computes the totals of tiles, and another adds the totals of the tiles
+// before. Everything is summed in float64 in a fixed order.
 constexpr int kThreads = 256;
 constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
@@ -18,27 +18,27 @@ size_t total_bytes(const Problem& p) {
   return (static_cast<size_t>(p.b) * p.hk * tiles_of(p) * kCount * sizeof(double) + 255) / 256 * 256;
 }
 
-// Numbers of a token, which are summed side by side.
+// Values of a token that are summed independently.
 template <class T, int kCount>
-struct Numbers {
+struct TokenValues {
   T x[kCount];
 };
 
-// log_decay in units of log 2, and what forgets.
+// log_decay in units of log 2, and resets.
 struct DecayOf {
   static constexpr int kCount = 1;
   const AttentionParams& p;
-  int first_reset;  // the first token that may forget; p.m: none does
+  int first_reset;  // first token that may be a reset; p.m: none
 
-  __device__ __forceinline__ Numbers<float, kCount> operator()(int batch, int kv_head, int token) const {
+  __device__ __forceinline__ TokenValues<float, kCount> operator()(int batch, int kv_head, int token) const {
     float x = 0.f;
     if (p.log_decay != nullptr) {
       const Stride& s = p.log_decay_stride;
       const float decay = p.log_decay[batch * s.batch + kv_head * s.head + token * s.token];
-      x = isnan(decay) ? 0.f : fmaxf(decay * 1.4426950408889634f, kReset);  // NaN: launch_nan_rows
+      x = isnan(decay) ? 0.f : fmaxf(decay * 1.4426950408889634f, kReset);  // NaN: see launch_nan_rows
     }
     if (token >= first_reset) {
-      // The query of this token sees nothing before it; or the first query does not, which comes later.
+      // The query at this token sees nothing before it, or the first query, which comes later, sees nothing before it.
       const Stride& s = p.k_start.stride;
       const int32_t* first = p.k_start.data + batch * s.batch + kv_head * s.head;
       const int query = token - p.causal_offset;
@@ -48,18 +48,18 @@ struct DecayOf {
   }
 };
 
-// What flows into the gradient of a token from that of the one behind it, and the size of the sums that it comes from; tokens are
-// numbered from the last.
+// The difference between the gradient of a token and that of the next one, and the magnitude of the sums that it comes from.
+// Tokens are indexed from the last.
 struct FlowOf {
   static constexpr int kCount = 2;
   const BwdParams& p;
   const PairSums& sums;
 
-  __device__ __forceinline__ Numbers<float, kCount> operator()(int batch, int kv_head, int from_end) const {
+  __device__ __forceinline__ TokenValues<float, kCount> operator()(int batch, int kv_head, int from_end) const {
     const int token = p.m - 1 - from_end, query = token - p.causal_offset, group = p.h / p.hk;
     const int64_t state = static_cast<int64_t>(batch) * p.hk + kv_head;
     const float of_key = sums.by_key[state * p.m + token];
-    Numbers<float, kCount> flow{-of_key, fabsf(of_key)};
+    TokenValues<float, kCount> flow{-of_key, fabsf(of_key)};
     for (int i = 0; query >= 0 && i < group; ++i) {
       const float of_query = sums.by_query[(state * group + i) * p.n + query];
       flow.x[0] += of_query, flow.x[1] += fabsf(of_query);
@@ -68,15 +68,15 @@ struct FlowOf {
   }
 };
 
-// Of a head: sums of all pairs with the state that the call ended in, and with the one that it continued from. Blocks that share a
-// state each have a part of both.
+// Sums of all pairs of a head with its final state and with its initial state. Blocks that share a state each compute a part of
+// both.
 constexpr int kStateParts = 32;
 struct StatePairs {
-  const double* parts;  // [head][count][2]; null: there are no states
+  const double* parts;  // (heads, count, 2); null: no states
   int count;
 
-  __device__ __forceinline__ Numbers<double, 2> of_head(int head) const {
-    Numbers<double, 2> sum{};
+  __device__ __forceinline__ TokenValues<double, 2> of_head(int head) const {
+    TokenValues<double, 2> sum{};
     if (parts == nullptr) return sum;
     const double* part = parts + int64_t{head} * 2 * count;
 #pragma unroll 4
@@ -85,7 +85,7 @@ struct StatePairs {
   }
 };
 
-// Up to this lane.
+// Inclusive sum over the lanes up to this one.
 __device__ __forceinline__ double warp_scan(double x) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -95,11 +95,11 @@ __device__ __forceinline__ double warp_scan(double x) {
   return x;
 }
 
-// The sum over all threads before this one, and over all threads of the block.
+// Returns the sum over all threads before this one; total: the sum over the block.
 __device__ __forceinline__ double block_scan(double x, double& total) {
   __shared__ double warps[kThreads / 32];
   const double inclusive = warp_scan(x);
-  __syncthreads();  // warps may still be read
+  __syncthreads();  // the previous call may still read `warps`
   if (threadIdx.x % 32 == 31) warps[threadIdx.x / 32] = inclusive;
   __syncthreads();
   double before = 0.;
@@ -112,25 +112,25 @@ __device__ __forceinline__ double block_scan(double x, double& total) {
   return before + (inclusive - x);
 }
 
-// The numbers of a tile's tokens, this thread's, and their sum.
+// Loads the values of this thread's tokens in a tile, and returns their sum.
 template <class ValueOf>
-__device__ __forceinline__ Numbers<double, ValueOf::kCount> load_tile(const Problem& p, const ValueOf& value_of, int head, int tile,
-                                                                      Numbers<float, ValueOf::kCount> (&x)[kPerThread]) {
-  Numbers<double, ValueOf::kCount> sum{};
+__device__ __forceinline__ TokenValues<double, ValueOf::kCount> load_tile(const Problem& p, const ValueOf& value_of, int head, int tile,
+                                                                      TokenValues<float, ValueOf::kCount> (&x)[kPerThread]) {
+  TokenValues<double, ValueOf::kCount> sum{};
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
-    x[i] = token < p.m ? value_of(head / p.hk, head % p.hk, token) : Numbers<float, ValueOf::kCount>{};
+    x[i] = token < p.m ? value_of(head / p.hk, head % p.hk, token) : TokenValues<float, ValueOf::kCount>{};
 #pragma unroll
     for (int j = 0; j < ValueOf::kCount; ++j) sum.x[j] += x[i].x[j];
   }
   return sum;
 }
 
-// totals: [head][tile][kCount]
+// totals: (heads, tiles, kCount)
 template <class ValueOf>
 __device__ __forceinline__ void tile_totals(const Problem& p, const ValueOf& value_of, double* totals, int tiles) {
-  Numbers<float, ValueOf::kCount> x[kPerThread];
+  TokenValues<float, ValueOf::kCount> x[kPerThread];
   const auto sum = load_tile(p, value_of, blockIdx.x / tiles, blockIdx.x % tiles, x);
 #pragma unroll
   for (int j = 0; j < ValueOf::kCount; ++j) {
@@ -140,14 +140,14 @@ __device__ __forceinline__ void tile_totals(const Problem& p, const ValueOf& val
   }
 }
 
-// Calls store(head, token, sums up to and with the token, sums over all tokens).
+// Calls store(head, token, inclusive sums up to the token, sums over all tokens).
 template <class ValueOf, class StoreSums>
 __device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value_of, const double* totals, int tiles,
                                           const StoreSums& store) {
   constexpr int kCount = ValueOf::kCount;
   const int head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-  Numbers<float, kCount> x[kPerThread];
-  Numbers<double, kCount> sum = load_tile(p, value_of, head, tile, x), all;
+  TokenValues<float, kCount> x[kPerThread];
+  TokenValues<double, kCount> sum = load_tile(p, value_of, head, tile, x), all;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     double before = 0., behind = 0., of_tile;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads) decay_gradient_totals_kernel(const B
   tile_totals(p, FlowOf{p, sums}, totals, tiles);
 }
 
-// parts: StatePairs. A number that has no gradient has no part in a pair, whatever it is.
+// parts: StatePairs. Elements with zero gradient are skipped, whatever their value.
 __global__ void __launch_bounds__(kThreads) decay_state_pairs_kernel(const CarriedGradients state, const int rows, double* parts) {
   const int64_t head = blockIdx.x / kStateParts;
   const auto add = [&](double& sum, const float* x, const float* gradient, int64_t count) {
@@ -207,7 +207,8 @@ __global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParam
                                                                   const double* totals, const int tiles) {
   const auto [of_query, of_key] = states.of_head(blockIdx.x / tiles).x;
   tile_sums(p, FlowOf{p, sums}, totals, tiles, [&](int head, int from_end, const auto& flow, const auto& tokens) {
-    // By query and by key all pairs have the same sum; what rounding leaves of the difference is taken back where it came from.
+    // By query and by key, the sum of all pairs is the same. The rounding error of the difference is subtracted in proportion
+    // to the magnitudes that it came from.
     const double all = tokens.x[0] + (of_query - of_key), size = tokens.x[1] + (fabs(of_query) + fabs(of_key));
     const double rounding = size == 0. || !isfinite(all) ? 0. : all * ((flow.x[1] + fabs(of_query)) / size);
     p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(flow.x[0] + of_query - rounding);

@@ -5,7 +5,8 @@
 namespace fastmax {
 namespace {
 
-// The last token that forgets, over the tokens of a head, in tiles: a launch for those of tiles, one that goes on from the tiles before.
+// The last reset up to each token of a head, in tiles: one launch computes the last reset of each tile, another continues from
+// them.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
@@ -15,7 +16,7 @@ int tiles_of(const FiniteDecayParams& p) { return (p.m + kTile - 1) / kTile; }
 
 struct DecayTile {
   float log_decay[kPerThread];
-  int last;  // of this thread's tokens that forget
+  int last;  // last reset among this thread's tokens
 };
 
 template <class Element>
@@ -33,7 +34,7 @@ __device__ __forceinline__ DecayTile load_tile(const FiniteDecayParams& p, int h
   return tile;
 }
 
-// The largest of all threads before this one, and of all threads of the block.
+// Returns the largest x of all threads before this one; largest: the largest of the block.
 __device__ __forceinline__ int block_max_before(int x, int& largest) {
   __shared__ int warps[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -42,7 +43,7 @@ __device__ __forceinline__ int block_max_before(int x, int& largest) {
     const int before = __shfl_up_sync(0xffffffffu, x, distance);
     if (lane >= distance) x = max(x, before);
   }
-  __syncthreads();  // warps may still be read
+  __syncthreads();  // the previous call may still read `warps`
   if (lane == 31) warps[warp] = x;
   __syncthreads();
   const int before = __shfl_up_sync(0xffffffffu, x, 1);
@@ -56,9 +57,9 @@ __device__ __forceinline__ int block_max_before(int x, int& largest) {
   return result;
 }
 
-// lasts: [head][tile]
+// lasts: (heads, tiles)
 template <class Element>
-__global__ void __launch_bounds__(kThreads) last_forgetting_kernel(const FiniteDecayParams p, int* __restrict__ lasts, const int tiles) {
+__global__ void __launch_bounds__(kThreads) last_reset_kernel(const FiniteDecayParams p, int* __restrict__ lasts, const int tiles) {
   const int head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   int last;
   block_max_before(load_tile<Element>(p, head, tile * kTile + static_cast<int>(threadIdx.x) * kPerThread).last, last);
@@ -91,7 +92,7 @@ template <class Element>
 void launch(const FiniteDecayParams& p, int* lasts, cudaStream_t stream) {
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
-  if (tiles > 1) launch_kernel("last_forgetting", last_forgetting_kernel<Element>, grid, kThreads, 0, stream, p, lasts, tiles);
+  if (tiles > 1) launch_kernel("last_reset", last_reset_kernel<Element>, grid, kThreads, 0, stream, p, lasts, tiles);
   launch_kernel("finite_decay", finite_decay_kernel<Element>, grid, kThreads, 0, stream, p, lasts, tiles);
 }
 

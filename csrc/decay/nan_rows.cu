@@ -6,8 +6,9 @@
 namespace fastmax {
 namespace {
 
-// A block looks at a tile of tokens, and ends there unless one of them is NaN. Else it takes the queries from the first NaN on up to the
-// next tile with one: the last NaN before a query has the most keys before it. A state of NaN counts as a NaN at the first token.
+// A block reads a tile of tokens, and exits unless one of the decays is NaN. Otherwise it processes the queries from the first
+// NaN on up to the next tile that has one: of all NaN decays, the last one before a query has the most keys before it. A NaN
+// state counts as a NaN decay at the first token.
 constexpr int kThreads = 256;
 constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
@@ -25,16 +26,16 @@ struct Head {
 
   __device__ bool is_nan(int token) const { return token < p.m && isnan(log_decay[token * p.log_decay_stride.token]); }
 
-  // The state of this head before all tokens, and the rows of a state.
+  // Index of this head's initial state, and rows per state.
   __device__ int64_t state() const { return int64_t{batch} * p.hk + kv_head; }
   __device__ int rows() const { return decode_rows(p.state.d, p.order); }
 
-  // The first of its weights, a count of keys that decays; 0 without a state. Not 0 for NaN.
+  // First element of the state's k_sum, the decayed count of its keys; 0 without a state. NaN counts as not 0.
   __device__ float keys_of_state() const {
     return p.state.values != nullptr && !p.from_nothing ? p.state.weights[state() * rows()] : 0.f;
   }
 
-  // The last key before `nan` that takes part; -1, for a state that the call continues from, where there is none.
+  // The last unmasked key before token `nan`; -1, which stands for the initial state, if there is none.
   __device__ int key_before(int nan) const {
     int key = nan - 1;
     if (p.attention_mask != nullptr) {
@@ -43,7 +44,7 @@ struct Head {
     return key;
   }
 
-  // Whether the query at the place of a token sees a key.
+  // Whether the query at token `token` sees a key.
   __device__ bool sees(int key, int token) const {
     const int query = token - p.causal_offset;
     if (key < 0 && keys_of_state() == 0.f) return false;
@@ -67,7 +68,7 @@ struct Head {
     }
   }
 
-  // By all threads.
+  // Called by all threads.
   __device__ void fill_new_state() const {
     const int64_t values = int64_t{rows()} * p.state.dv;
     for (int64_t i = threadIdx.x; i < values; i += kThreads) p.state.new_values[state() * values + i] = nanf("");
@@ -75,12 +76,12 @@ struct Head {
   }
 };
 
-__device__ void fill_behind_nan(const Head& x, int begin) {
+__device__ void fill_rows_after_nan(const Head& x, int begin) {
   __shared__ bool is_nan[kThreads];
   __shared__ int last_of_chunk;
   const FwdParams& p = x.p;
   const int lane = threadIdx.x;
-  int last = begin == 0 && isnan(x.keys_of_state()) ? 0 : -1;  // NaN of the tile before the chunk
+  int last = begin == 0 && isnan(x.keys_of_state()) ? 0 : -1;  // last NaN decay of the tile before the chunk
   int key_of_last = last < 0 ? -1 : x.key_before(last);
   for (int first = begin; first < p.m; first += kThreads) {
     const int token = first + lane;
@@ -89,7 +90,7 @@ __device__ void fill_behind_nan(const Head& x, int begin) {
     __syncthreads();
     int at = lane;
     while (at >= 0 && !is_nan[at]) --at;
-    const int nan = at < 0 ? last : in_tile ? first + at : -1;  // beyond the tile another block takes what is behind the next one
+    const int nan = at < 0 ? last : in_tile ? first + at : -1;  // beyond this tile, a NaN starts another block's part
     const int key = nan < 0 ? -1 : nan == last ? key_of_last : x.key_before(nan);
     bool ends_in_nan = false;
     if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees(key, token)) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) nan_rows_kernel(const FwdParams p, c
   bool found = begin == 0 && isnan(head.keys_of_state());
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) found |= head.is_nan(begin + i * kThreads + static_cast<int>(threadIdx.x));
-  if (__syncthreads_or(found)) fill_behind_nan(head, begin);
+  if (__syncthreads_or(found)) fill_rows_after_nan(head, begin);
 }
 
 }  // namespace

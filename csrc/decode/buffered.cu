@@ -1,9 +1,9 @@
-// Decoding that reads the state, and writes it every T-th step alone.
+// Decoding that reads the state in every step and writes it only in every T-th.
 //
-// Two launches. In the first, blocks take ranges of rows of a state, or a tile of the tokens that are kept beside it, and leave
-// partial sums in memory: a state is cut as finely as fills the device. Each block finds in the device's own count whether T
-// tokens are buffered, and then first adds them to its rows, so that the same graph serves every step. In the second launch a
-// block for each state combines the partial sums, in one order, and keeps the token.
+// There are two launches. In the first, a block takes a range of rows of a state, or a tile of its buffered and local tokens,
+// and writes partial sums to memory. The states are divided finely enough to fill the device. Each block reads the count of
+// buffered tokens on the device, and first adds them to its rows if there are T, so that the same CUDA graph serves every step.
+// In the second launch one block per state combines the partial sums in a fixed order and stores the token.
 
 #include "decode/buffered.h"
 
@@ -18,13 +18,13 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kUnroll = 4;  // vectors that a lane has in flight
-constexpr int kTile = 32;   // tokens, a lane each
+constexpr int kTile = 32;   // tokens per tile, one per lane
 constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
-constexpr int kMaxHeads = 8;  // query heads of a launch
-constexpr int kStagedLoads = 8;  // elements that a thread has on their way into shared memory
+constexpr int kMaxHeads = 8;  // query heads per launch
+constexpr int kStagedLoads = 8;  // elements per thread in flight to shared memory
 
-// Sums of a part for a query head: of a split of the rows, of the buffered tokens of a tile, of the exact tokens of a tile. These are
-// in units of exp(maximum); those of a tile are as of its last token.
+// Partial sums of a query head. Its parts are splits of the rows, then tiles of global tokens, then tiles of local tokens. The
+// sums of local tokens are in units of exp(maximum), and those of a tile decay up to its last token.
 struct Partials {
   float* numerators;    // (b h, parts, dv)
   float* denominators;  // (b h, parts)
@@ -32,7 +32,7 @@ struct Partials {
 };
 
 struct Work {
-  int group, first_head;  // query heads of each group from first_head on
+  int group, first_head;  // first_head: first query head of each group in this launch
   int slices, log2_vectors;
   int splits, tiles;
   Partials partials;
@@ -44,11 +44,12 @@ struct Work {
 
 __device__ __forceinline__ int places(const BufferedParams& p) { return p.exact_window + p.flush_interval; }
 
-// What a state holds when a step begins.
+// Contents of a state at the beginning of a step.
 struct Held {
+  // whether the buffer is full and is flushed first
   bool flushes;
-  int before;     // tokens that stay, before the one that comes
-  int64_t first;  // place of the oldest of them, among those of all states
+  int before;     // tokens before the new one, after the flush
+  int64_t first;  // slot of the oldest of them, over all states
 
   __device__ Held(const BufferedParams& p, int state) {
     const int buffered = p.buffered[state];
@@ -58,32 +59,32 @@ struct Held {
   }
 };
 
-// Sums take a decay of NaN for 0, as -inf behind it forgets it with all before. Which NaN is behind a key is found where there is one.
+// In sums a NaN decay counts as 0: a later -inf resets it with everything before. NanDecays finds the NaN decays that matter.
 __device__ __forceinline__ float without_nan(float decay) { return isnan(decay) ? 0.f : decay; }
 
-// Whether a decay of NaN lies between a key and the query at the last token.
-struct BehindNan {
-  bool token = false;  // one of these
-  bool sums = false;   // what was there before the first one
+// Whether a NaN decay lies between a key and the query at the last token.
+struct NanDecays {
+  bool token = false;  // the key is one of these tokens
+  bool sums = false;   // the key is in the sums before the first token
 
-  // In the order of time.
+  // Takes the tokens in the order of time.
   __device__ void take(float decay, bool joins) {
-    if (decay == -INFINITY) forgotten_ = true, has_key_ = token = sums = false;
-    if (isnan(decay)) token |= has_key_, sums |= !forgotten_;
+    if (decay == -INFINITY) is_reset_ = true, has_key_ = token = sums = false;
+    if (isnan(decay)) token |= has_key_, sums |= !is_reset_;
     has_key_ |= joins;
   }
 
  private:
-  bool has_key_ = false, forgotten_ = false;
+  bool has_key_ = false, is_reset_ = false;
 };
 
-// Over the numbers of a warp.
+// Maximum over a warp.
 __device__ __forceinline__ float max_lanes(float x) {
   for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
   return x;
 }
-// The sum over the lanes behind this one.
-__device__ __forceinline__ float sum_behind(float x) {
+// Sum over the lanes after this one.
+__device__ __forceinline__ float sum_of_later_lanes(float x) {
   const int lane = threadIdx.x % 32;
   for (int step = 1; step < 32; step *= 2) {
     const float y = __shfl_down_sync(~0u, x, step);
@@ -98,16 +99,16 @@ __device__ __forceinline__ float sum_range(const float* x, int begin, int end) {
   return sum_lanes(sum, 1);
 }
 
-// Where rows of a tile come from: rows[i], and one of them, `fresh_row`, from elsewhere.
+// Source of rows: rows[i], except row `fresh_row`, which is at `fresh`.
 struct Rows {
   const void* rows;
   int64_t first, row_stride, column_stride;  // in elements
-  int fresh_row = -1;                        // none
+  int fresh_row = -1;                        // -1: none
   const void* fresh = nullptr;
   int64_t fresh_first = 0, fresh_stride = 0;
 };
 
-// `count` rows into shared memory, zeros where a bit of `there` is not set.
+// Loads `count` rows into shared memory. Rows whose bit in `there` is 0 become zeros.
 template <class Element, int kStaged>
 __device__ __forceinline__ void load_rows(const Rows& from, int count, int columns, uint32_t there, float factor,
                                           float* __restrict__ to, int to_stride) {
@@ -141,29 +142,30 @@ __device__ __forceinline__ void load_rows(MathMode math, const Rows& from, int c
   }
 }
 
-// Queries times scale, a row of d columns each.
+// Loads the queries times scale, as rows of d columns.
 __device__ __forceinline__ void load_queries(const DecodeParams& p, int batch, int first_head, int heads, float* to) {
   const Rows rows{p.q, batch * p.q_stride.batch + first_head * p.q_stride.head, p.q_stride.head, p.q_stride.column};
   load_rows<2>(p.math, rows, heads, p.d, ~0u, p.scale, to, p.d);
 }
 
-// Floats of shared memory.
+// Sizes in floats of shared memory.
 __host__ __device__ inline int round4(int x) { return (x + 3) / 4 * 4; }
 __host__ __device__ inline int query_floats(const DecodeParams& p, int heads) { return round4(heads * p.d); }
-// Keys at an odd stride, as lanes read a column of many; values; and numbers by token.
+// A tile has keys, at an odd stride because lanes read a column of many keys, and values.
 __host__ __device__ inline int key_stride(int d) { return d | 1; }
 __host__ __device__ inline int tile_floats(int d, int columns) { return kTile * (key_stride(d) + round4(columns)); }
 
-// faded; 0 stays 0 for a factor of NaN too, as there may be no key in it. NaN stays unless it is forgotten, also where the factor underflows.
-__device__ __forceinline__ float decayed_sum(float x, float factor, bool forgotten) {
-  return x == 0.f || (isnan(x) && !forgotten) ? x : decayed(x, factor);
+// x times the decay factor. 0 stays 0 even for a NaN factor, as there may be no key in the sum. NaN stays NaN unless the state
+// is reset, even if the factor underflows.
+__device__ __forceinline__ float decayed_sum(float x, float factor, bool is_reset) {
+  return x == 0.f || (isnan(x) && !is_reset) ? x : decayed(x, factor);
 }
-__device__ __forceinline__ float4 decayed_sum(float4 x, float factor, bool forgotten) {
-  return make_float4(decayed_sum(x.x, factor, forgotten), decayed_sum(x.y, factor, forgotten), decayed_sum(x.z, factor, forgotten),
-                     decayed_sum(x.w, factor, forgotten));
+__device__ __forceinline__ float4 decayed_sum(float4 x, float factor, bool is_reset) {
+  return make_float4(decayed_sum(x.x, factor, is_reset), decayed_sum(x.y, factor, is_reset), decayed_sum(x.z, factor, is_reset),
+                     decayed_sum(x.w, factor, is_reset));
 }
 
-// Adds the buffered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
+// Adds the buffered tokens to rows [begin, end) of a state, for this slice's columns, in the order of time.
 template <class Vector>
 __device__ void flush(const BufferedParams& p, const Work& work, int state, int slice, int begin, int end, float* smem) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
@@ -178,24 +180,24 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
   float* keys = smem;
   float* values = keys + kTile * stride;
   float* factors = values + kTile * value_stride;
-  float* features = factors + kTile + warp * kTile * rows_per_batch;  // of a batch of rows, for each token
+  float* features = factors + kTile + warp * kTile * rows_per_batch;  // for a batch of rows, by token
   const int64_t first_place = int64_t{state} * places(p);
   const float* decays = p.local_decays + first_place;
   bool has_nan = false;
   for (int i = lane; i < p.flush_interval; i += 32) has_nan |= isnan(decays[i]);
-  BehindNan behind_nan;
+  NanDecays nan_decays;
   if (__any_sync(~0u, has_nan)) {
-    for (int i = 0; i < p.flush_interval; ++i) behind_nan.take(decays[i], p.local_mask[first_place + i] != 0);
+    for (int i = 0; i < p.flush_interval; ++i) nan_decays.take(decays[i], p.local_mask[first_place + i] != 0);
   }
 
   for (int first = 0; first < p.flush_interval; first += kTile) {
     const int count = min(kTile, p.flush_interval - first);
     const bool there = lane < count && p.local_mask[first_place + first + lane] != 0;
     const float after =
-        sum_behind(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.flush_interval);
-    const float token_factor = !there ? 0.f : behind_nan.token ? nanf("") : expf(after);
-    const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.flush_interval), factor = behind_nan.sums && first == 0 ? nanf("") : expf(of_sums);
-    const bool forgotten = of_sums == -INFINITY;
+        sum_of_later_lanes(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.flush_interval);
+    const float token_factor = !there ? 0.f : nan_decays.token ? nanf("") : expf(after);
+    const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.flush_interval), factor = nan_decays.sums && first == 0 ? nanf("") : expf(of_sums);
+    const bool is_reset = of_sums == -INFINITY;
     const uint32_t takes_part = __ballot_sync(~0u, token_factor != 0.f);
     __syncthreads();
     if (warp == 0) factors[lane] = token_factor;
@@ -205,14 +207,15 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
     load_rows<2>(s.math, of_values, kTile, columns, takes_part, 1.f, values, value_stride);
     __syncthreads();
     for (int row0 = begin + warp * rows_per_batch; row0 < end; row0 += kWarps * rows_per_batch) {
-      float* row_values = s.new_values + (int64_t{state} * rows + row0 + lane_row) * s.dv + first_column + lane_column;
+      float* row_kv_state = s.new_kv_state + (int64_t{state} * rows + row0 + lane_row) * s.dv + first_column + lane_column;
       Vector x[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const bool mine = has_column && row0 + i * rows_per_load + lane_row < end;
-        x[i] = mine ? __ldcg(reinterpret_cast<const Vector*>(row_values + int64_t{i} * rows_per_load * s.dv)) : Vector{};
+        x[i] = mine ? __ldcg(reinterpret_cast<const Vector*>(row_kv_state + int64_t{i} * rows_per_load * s.dv)) : Vector{};
       }
-      // A row of the batch, and some of the tokens; kept in the order in which lanes want them.
+      // Each lane computes features of one row of the batch for some of the tokens. They are stored in the order in which lanes
+      // read them.
       const int r = lane & (rows_per_batch - 1), row = row0 + r;
       const Feature columns_of_row(min(row, end - 1), s.d);
       float sum = 0.f;
@@ -223,12 +226,12 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
       }
       sum = sum_lanes(sum, rows_per_batch);
       if (slice == 0 && lane < rows_per_batch && row < end) {
-        float* weight = s.new_weights + int64_t{state} * rows + row;
-        *weight = decayed_sum(__ldcg(weight), factor, forgotten) + sum;
+        float* k_sum = s.new_k_sum + int64_t{state} * rows + row;
+        *k_sum = decayed_sum(__ldcg(k_sum), factor, is_reset) + sum;
       }
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) x[i] = decayed_sum(x[i], factor, forgotten);
+      for (int i = 0; i < kUnroll; ++i) x[i] = decayed_sum(x[i], factor, is_reset);
 #pragma unroll 2
       for (int t = 0; t < count; ++t) {
         const Vector value = has_column ? *reinterpret_cast<const Vector*>(values + t * value_stride + lane_column) : Vector{};
@@ -242,21 +245,21 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const bool mine = has_column && row0 + i * rows_per_load + lane_row < end;
-        if (mine) __stcg(reinterpret_cast<Vector*>(row_values + int64_t{i} * rows_per_load * s.dv), x[i]);
+        if (mine) __stcg(reinterpret_cast<Vector*>(row_kv_state + int64_t{i} * rows_per_load * s.dv), x[i]);
       }
       __syncwarp();
     }
   }
-  __syncthreads();  // rows that other warps wrote are read next
+  __syncthreads();  // the rows that other warps wrote are read next
 }
 
-// Reads a range of rows.
+// Computes the partial sums of a range of rows.
 template <class Vector, int kHeads>
 __device__ void read_rows(const BufferedParams& p, const Work& work, int state, int slice, int split, float* smem) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // which tells the compiler that loops over rows do not diverge
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform: loops over rows do not diverge
   const int batch = state / s.hk, kv_head = state % s.hk;
   const int first_head = kv_head * work.group + work.first_head, heads = min(kHeads, work.group - work.first_head);
   const int rows = decode_rows(s.d, s.order), log2 = work.log2_vectors;
@@ -270,18 +273,18 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
   const bool has_column = column < s.dv;
   float* queries = smem;
   float* region = smem + query_floats(s, kHeads);
-  float* weights = region + warp * 32 * kHeads;  // of 32 rows for each query head
+  float* weights = region + warp * 32 * kHeads;  // for 32 rows and each query head
 
   const int64_t first_row = int64_t{state} * rows + row_begin;
-  const float* source = s.values + (first_row + lane_row) * s.dv + column;
+  const float* source = s.kv_state + (first_row + lane_row) * s.dv + column;
   const int step = rows_per_load * s.dv;
-  int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // to load
+  int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // rows left to load
   Vector pending[kUnroll];
   const auto load = [&](Vector& x) {
     x = rows_left > 0 ? __ldcg(reinterpret_cast<const Vector*>(source)) : Vector{};
     source += step, rows_left -= rows_per_load;
   };
-  // Vectors in flight, refilled one by one as they are used; the first are on their way while the rest is fetched.
+  // Vectors in flight are refilled one by one as they are used. The first ones load while the rest is fetched.
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) load(pending[i]);
   if (work.first_head == 0 && Held(p, state).flushes) {
@@ -296,11 +299,11 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
   Vector numerator[kHeads] = {};
   float denominator[kHeads] = {};
   for (int chunk = 0; chunk < row_end - row_begin; chunk += 32) {
-    // This lane's row of the chunk: f's weight of its feature for each query head.
+    // This lane's row of the chunk: f's coefficient times its feature of q for each query head.
     const int row = row_begin + chunk + lane;
     float weight[kHeads] = {};
     if (row < row_end) {
-      const float sum = slice == 0 ? __ldcg(s.weights + first_row + chunk + lane) : 0.f;
+      const float sum = slice == 0 ? __ldcg(s.k_sum + first_row + chunk + lane) : 0.f;
       const Feature columns(row, s.d);
       const float coefficient = columns.b < 0 ? s.a0 : columns.a < 0 ? s.a1 : columns.a == columns.b ? s.a2 : 2.f * s.a2;
 #pragma unroll
@@ -365,10 +368,10 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
   }
 }
 
-// Reads a tile of the tokens beside the sums, the one that comes among them.
+// Computes the partial sums of a tile of local and buffered tokens and the new token.
 template <int kHeads>
 __device__ void read_tokens(const BufferedParams& p, const Work& work, int state, int tile, float* smem) {
-  constexpr int kParts = kWarps / kHeads;  // of the columns of keys
+  constexpr int kParts = kWarps / kHeads;  // slices of the columns of keys
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * kTile;
   const Held held(p, state);
@@ -394,7 +397,7 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
     decay = without_nan(decay_of_token(s, batch, kv_head));
   }
   const uint32_t takes_part = __ballot_sync(~0u, there);
-  const int fresh_row = held.before - first;  // beyond the tile where another has it
+  const int fresh_row = held.before - first;  // row of the new token; outside the tile if it is in another
   const Rows of_keys{p.local_keys, (held.first + first) * s.d, s.d, 1, fresh_row,
                      s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column};
   const Rows of_values{p.local_values, (held.first + first) * s.dv, s.dv, 1, fresh_row,
@@ -402,7 +405,7 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
   load_rows<kStagedLoads>(s.math, of_keys, kTile, s.d, takes_part, 1.f, keys, stride);
   load_rows<kStagedLoads>(s.math, of_values, kTile, s.dv, takes_part, 1.f, values, value_stride);
   load_queries(s, batch, first_head, heads, queries);
-  const float after = sum_behind(decay);
+  const float after = sum_of_later_lanes(decay);
   __syncthreads();
 
   {
@@ -461,7 +464,7 @@ __global__ void __launch_bounds__(kThreads, kHeads == 1 ? 4 : kHeads == 4 ? 3 : 
   }
 }
 
-// The last W tokens to the front, in pieces that do not reach into what is still to be read.
+// Moves the last W tokens to the front, in pieces that do not overwrite tokens that are still to be read.
 template <class Element>
 __device__ void move_to_front(Element* x, int window, int shift, int columns) {
   const int64_t piece = int64_t{shift} * columns, total = int64_t{window} * columns;
@@ -473,15 +476,15 @@ __device__ void move_to_front(Element* x, int window, int shift, int columns) {
 }
 
 template <class Element>
-__device__ __forceinline__ void keep_row(void* to, int64_t first, const void* from, int64_t from_first, int64_t stride, int columns) {
+__device__ __forceinline__ void append_row(void* to, int64_t first, const void* from, int64_t from_first, int64_t stride, int columns) {
   for (int c = threadIdx.x; c < columns; c += kThreads) {
     static_cast<Element*>(to)[first + c] = static_cast<const Element*>(from)[from_first + c * stride];
   }
 }
 
-// Element: of so many bytes as q's.
+// Element: a type with the size of q's elements.
 template <class Element>
-__device__ void keep_token(const BufferedParams& p, const Held& held, int state) {
+__device__ void append_token(const BufferedParams& p, const Held& held, int state) {
   const DecodeParams& s = p.step;
   const int batch = state / s.hk, kv_head = state % s.hk;
   const int64_t first = int64_t{state} * places(p), place = first + held.before;
@@ -491,8 +494,8 @@ __device__ void keep_token(const BufferedParams& p, const Held& held, int state)
     move_to_front(p.local_mask + first, p.exact_window, p.flush_interval, 1);
     move_to_front(p.local_decays + first, p.exact_window, p.flush_interval, 1);
   }
-  keep_row<Element>(p.local_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
-  keep_row<Element>(p.local_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
+  append_row<Element>(p.local_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
+  append_row<Element>(p.local_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
   if (threadIdx.x == 0) {
     p.local_mask[place] = joins_state(s, batch);
     p.local_decays[place] = decay_of_token(s, batch, kv_head);
@@ -500,14 +503,14 @@ __device__ void keep_token(const BufferedParams& p, const Held& held, int state)
   }
 }
 
-// A block for each state.
+// One block per state.
 __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedParams p, const Work work) {
   extern __shared__ float4 dynamic_smem[];
   __shared__ float halves[kThreads];
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, state = blockIdx.x;
   const int batch = state / s.hk, kv_head = state % s.hk, parts = work.parts();
-  float* after = reinterpret_cast<float*>(dynamic_smem);  // (tiles + 1): sums of decays from a tile on
+  float* after = reinterpret_cast<float*>(dynamic_smem);  // (tiles + 1): sum of the decays from this tile on
   float* factors = after + work.tiles + 1;                // (heads of a turn, parts)
   const Held held(p, state);
   const int tiles = held.before / kTile + 1;
@@ -522,19 +525,19 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
     const float sum = sum_lanes(without_nan(decay), 1);
     if (lane == 0) after[tile] = sum;
   }
-  BehindNan behind_nan;
+  NanDecays nan_decays;
   if (__syncthreads_or(has_nan)) {
-    for (int i = 0; i < held.before; ++i) behind_nan.take(p.local_decays[held.first + i], p.local_mask[held.first + i] != 0);
-    behind_nan.take(decay_of_token(s, batch, kv_head), joins_state(s, batch));
-    behind_nan.sums &= s.new_weights[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
+    for (int i = 0; i < held.before; ++i) nan_decays.take(p.local_decays[held.first + i], p.local_mask[held.first + i] != 0);
+    nan_decays.take(decay_of_token(s, batch, kv_head), joins_state(s, batch));
+    nan_decays.sums &= s.new_k_sum[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
   }
   if (threadIdx.x == 0) {
     after[tiles] = 0.f;
     for (int tile = tiles - 1; tile >= 0; --tile) after[tile] += after[tile + 1];
   }
   __syncthreads();
-  const bool state_is_nan = isnan(s.new_weights[int64_t{state} * decode_rows(s.d, s.order)]) && after[0] != -INFINITY;
-  const bool is_nan = behind_nan.token || behind_nan.sums || state_is_nan;
+  const bool state_is_nan = isnan(s.new_k_sum[int64_t{state} * decode_rows(s.d, s.order)]) && after[0] != -INFINITY;
+  const bool is_nan = nan_decays.token || nan_decays.sums || state_is_nan;
 
   for (int turn = 0; turn < work.group; turn += kMaxHeads) {
     const int heads = min(kMaxHeads, work.group - turn);
@@ -558,7 +561,7 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
         local += denominators[work.first_local() + t] * expf(maxima[t] + after[t + 1] - maximum);
       }
       local = sum_lanes(local, 1);
-      // Both in units of exp(base), as far as there are both.
+      // The scales express both sums in units of exp(base).
       float global_scale = 1.f, local_scale = 0.f;
       if (p.exact_window > 0) {
         const float global_log = global == 0.f ? -INFINITY : logf(global), local_log = sees_local ? maximum + logf(local) : -INFINITY;
@@ -575,7 +578,7 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
       }
     }
     __syncthreads();
-    // Few outputs are each summed by several threads.
+    // If there are few outputs, several threads sum each.
     const int outputs = heads * s.dv, shares = max(1, min(kWarps, kThreads / outputs));
     for (int first = 0; first < outputs; first += kThreads) {
       const int i = shares > 1 ? threadIdx.x % outputs : first + threadIdx.x, share = shares > 1 ? threadIdx.x / outputs : 0;
@@ -599,8 +602,8 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
     }
     __syncthreads();
   }
-  if (s.math == MathMode::kBF16 || s.math == MathMode::kFP16) return keep_token<uint16_t>(p, held, state);
-  keep_token<uint32_t>(p, held, state);
+  if (s.math == MathMode::kBF16 || s.math == MathMode::kFP16) return append_token<uint16_t>(p, held, state);
+  append_token<uint32_t>(p, held, state);
 }
 
 struct Tiling {
@@ -613,10 +616,11 @@ int heads_of_launch(const DecodeParams& p) {
 }
 
 bool takes_vectors(const DecodeParams& p) {
-  return p.dv % 4 == 0 && reinterpret_cast<uintptr_t>(p.values) % sizeof(float4) == 0;
+  return p.dv % 4 == 0 && reinterpret_cast<uintptr_t>(p.kv_state) % sizeof(float4) == 0;
 }
 
-// As many splits as let the blocks that fit at once, four or fewer a multiprocessor, end together soonest; a block has a cost of its own.
+// Chooses the number of splits for which all blocks end soonest. Four or fewer blocks fit on a multiprocessor at a time, and
+// each block has a fixed cost.
 Tiling choose_tiling(const DecodeParams& p) {
   constexpr int kRowsOfStart = 48, kMinRows = 32;
   const int vectors = takes_vectors(p) ? p.dv / 4 : p.dv;
@@ -638,10 +642,10 @@ int tiles_of(const BufferedParams& p) { return (p.exact_window + p.flush_interva
 size_t shared_floats(const DecodeParams& p, const Tiling& tiling) {
   const int width = takes_vectors(p) ? 4 : 1, columns = width << tiling.log2_vectors;
   const int rows_per_batch = kUnroll * (32 >> tiling.log2_vectors);
-  const int folding = tile_floats(p.d, std::min(columns, p.dv)) + kTile + kWarps * kTile * rows_per_batch;
+  const int flushing = tile_floats(p.d, std::min(columns, p.dv)) + kTile + kWarps * kTile * rows_per_batch;
   const int reading = std::max(kWarps * 32 * tiling.heads, tiling.heads * kWarps * (columns + 1));
   const int tokens = tile_floats(p.d, p.dv) + (kWarps + 2 * tiling.heads) * kTile;
-  return query_floats(p, tiling.heads) + std::max({folding, reading, tokens});
+  return query_floats(p, tiling.heads) + std::max({flushing, reading, tokens});
 }
 
 template <class Vector, int kHeads>

@@ -1,4 +1,4 @@
-// One token of generation from a state that gathers new tokens and takes them into its sums together.
+// One step of decoding with a buffer: new tokens are buffered and added to the state together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,26 +10,28 @@
 
 namespace fastmax {
 
-// Places are handled in tiles, whose partial sums are combined in shared memory.
+// Slots are processed in tiles, whose partial sums are combined in shared memory.
 constexpr int kMaxBufferedPlaces = 16384;
 
-// `step` is of the state's sums and of the token that comes; its new_values and new_weights are values and weights themselves.
+// Local and buffered tokens of a state. `step` describes the sums and the new token; its new_kv_state and new_k_sum are
+// kv_state and k_sum themselves.
 struct BufferedParams {
   DecodeParams step;
-  int exact_window;  // W
-  int flush_interval;    // T
+  int exact_window;     // W: tokens of the exact window
+  int flush_interval;   // T: tokens that are buffered before a flush
   void* local_keys;     // (b, hk, W + T, d) contiguous, oldest first
   void* local_values;   // (b, hk, W + T, dv) contiguous
-  uint8_t* local_mask;  // (b, hk, W + T) contiguous, zero = the token does not take part
-  float* local_decays;  // (b, hk, W + T) contiguous: logarithms, -inf too, of what the token found
-  int* buffered;       // (b, hk) contiguous, 0 to T: tokens beyond the W; what lies behind them is not looked at
+  uint8_t* local_mask;  // (b, hk, W + T) contiguous, 0 = the token is masked
+  float* local_decays;  // (b, hk, W + T) contiguous: log_decay of the tokens, including -inf
+  int* buffered;        // (b, hk) contiguous, 0 to T: tokens beyond the W; slots after them are not read
   void* workspace;
 };
 
 size_t buffered_workspace_bytes(const BufferedParams& p);
 
-// Where T tokens are buffered, the oldest T fade and join the sums, and the last W move to the front. Then the token takes the place
-// behind the last. o: the last W tokens, this one among them, weighed by exp(s), those before them and the sums by f(s).
+// Performs a step. If T tokens are buffered, it first adds the T oldest tokens to the sums, with decay, and moves the last W
+// tokens to the front. The new token goes to the slot after the last one. o weighs the last W tokens, including the new one, by
+// exp(s), and the tokens before them and the sums by f(s).
 void launch_buffered(const BufferedParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

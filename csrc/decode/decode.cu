@@ -1,8 +1,8 @@
 // Recurrent decoding, bound by memory: the state streams through registers once.
 //
-// A block owns a slice of columns of the state of one (batch, key/value head) and walks all its rows, so every sum stays within
-// the block: no partial sums in memory, no reduction, one order of summation. Each warp owns a range of rows. A lane computes
-// the features of one row in 32 and hands them to the lanes that hold that row's values by shuffles.
+// A block owns a slice of columns of the state of one (batch, key/value head) and processes all its rows. Every sum then stays
+// within the block: no partial sums in memory, no second reduction, one order of summation. Each warp owns a range of rows. A
+// lane computes the features of one row in 32 and passes them by shuffles to the lanes that hold that row's values.
 
 #include "decode/decode.h"
 
@@ -16,30 +16,30 @@
 namespace fastmax {
 namespace {
 
-constexpr int kMaxWarps = 16;  // of a block, which then has a multiprocessor to itself
+constexpr int kMaxWarps = 16;  // per block, which then occupies a multiprocessor alone
 constexpr int kUnroll = 4;     // vectors that a lane has in flight: 32 KB of state per multiprocessor
-// Vectors of a row per block, as powers of two: 64 bytes, below which DRAM accesses are split; a warp's lanes.
+// log2 of the vectors of a row per block. Least: 64 bytes, below which DRAM accesses are split; most: one per lane of a warp.
 constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
 static_assert(kUnroll * (32 >> kMinLog2Slice) <= 32, "a batch of loads covers at most the 32 rows of a chunk");
 
-// Factor of the state before the token. NaN has no effect where there is no key. A state of NaN, whose first weight is a count of keys,
-// stays NaN until a decay of -inf, also where the factor of a finite one underflows.
+// Decay factor of the state. A NaN decay has no effect on a state without keys. The first element of k_sum counts keys; if it
+// is NaN, the state stays NaN until a decay of -inf, even if the factor of a finite decay underflows.
 __device__ __forceinline__ float factor_of_state(const DecodeParams& p, int batch, int kv_head) {
   if (p.log_decay == nullptr) return 1.f;
   const float decay = decay_of_token(p, batch, kv_head);
-  const float keys = p.weights[(int64_t{batch} * p.hk + kv_head) * decode_rows(p.d, p.order)];
+  const float keys = p.k_sum[(int64_t{batch} * p.hk + kv_head) * decode_rows(p.d, p.order)];
   if (isnan(decay) && keys == 0.f) return 1.f;
   return isnan(keys) && decay != -INFINITY ? keys : expf(decay);
 }
 
-// What a launch covers: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.
+// Work of a launch: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.
 struct Work {
   int group, first_head;
   int slices, log2_vectors;
-  bool writes_weights;
+  bool writes_k_sum;
 };
 
-// Rows of shared memory for k, v and the queries times scale, a warp a row.
+// Rows of shared memory: k, v and the queries times scale. Each is loaded by one warp.
 enum TokenRow { kKey, kValue, kQueries };
 
 template <class Element>
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_rows(const DecodeParams& p, int batch, int 
   }
 }
 
-// The token rows before `end`.
+// Loads the token's rows before `end`.
 __device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int kv_head, int first_head, int end,
                                            float (*rows)[kMaxDecodeHeadDim]) {
   switch (p.math) {
@@ -66,15 +66,15 @@ __device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int
   }
 }
 
-// At the beginning of the shared memory, all of which is dynamic: only so can it pass 48 KB.
+// The fixed part of shared memory. All of it is dynamic, because only dynamic shared memory can exceed 48 KB.
 template <int kHeads>
 struct alignas(sizeof(float4)) FixedSmem {
   float token[kQueries + kHeads][kMaxDecodeHeadDim];
   float warp_denominators[kHeads][kMaxWarps];
 };
 
-// kHeads: query heads of a group that one launch serves; the first launch also updates the state, further ones read the new one.
-// The dtype of q, k, v and o concerns few instructions and is no template parameter: it would triple the kernels to compile.
+// kHeads: query heads of a group per launch. The first launch also updates the state; further launches read the new state. The
+// dtype of q, k, v and o affects few instructions. It is not a template parameter, which would triple the kernels to compile.
 template <class Vector, int kHeads>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeParams p, const Work work) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   float* warp_numerators = reinterpret_cast<float*>(&smem + 1);  // (kHeads, warps, columns of the slice)
 
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // which tells the compiler that loops over rows do not diverge
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform: loops over rows do not diverge
   const int state = blockIdx.x / work.slices, slice = blockIdx.x % work.slices;
   const int batch = state / p.hk, kv_head = state % p.hk;
   const int first_head = kv_head * work.group + work.first_head, heads = min(kHeads, work.group - work.first_head);
@@ -99,12 +99,12 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   const int column = slice * slice_columns + lane_column;
   const bool has_column = column < p.dv;
 
-  // Vectors in flight, refilled one by one as they are used; the first are on their way while k, q and v are fetched.
+  // Vectors in flight are refilled one by one as they are used. The first ones load while k, q and v are fetched.
   const int64_t first_row = int64_t{state} * rows + row_begin;
-  const float* source = p.values + (first_row + lane_row) * p.dv + column;
-  float* target = p.new_values + (first_row + lane_row) * p.dv + column;
+  const float* source = p.kv_state + (first_row + lane_row) * p.dv + column;
+  float* target = p.new_kv_state + (first_row + lane_row) * p.dv + column;
   const int step = rows_per_load * p.dv;
-  int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // to store; rows_per_batch fewer are left to load
+  int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // rows left to store; rows_per_batch fewer are left to load
   Vector pending[kUnroll];
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
@@ -122,17 +122,17 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   Vector numerator[kHeads] = {};
   float denominator[kHeads] = {};
   for (int chunk = 0; chunk < row_end - row_begin; chunk += 32) {
-    // This lane's row of the chunk: its feature of k, and f's weight of that feature for each query head.
+    // This lane's row of the chunk: its feature of k, and f's coefficient times its feature of q for each query head.
     const int row = row_begin + chunk + lane;
     float feature = 0.f, weight[kHeads] = {};
     if (row < row_end) {
-      float sum = p.weights[first_row + chunk + lane];
+      float sum = p.k_sum[first_row + chunk + lane];
       if (decays) sum = decayed(sum, factor);
       const Feature columns(row, p.d);
       const float coefficient = columns.b < 0 ? p.a0 : columns.a < 0 ? p.a1 : columns.a == columns.b ? p.a2 : 2.f * p.a2;
       if (joins) feature = columns.of(token[kKey]);
       sum = __fadd_rn(sum, feature);
-      if (work.writes_weights && slice == 0) p.new_weights[first_row + chunk + lane] = sum;
+      if (work.writes_k_sum && slice == 0) p.new_k_sum[first_row + chunk + lane] = sum;
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         if (h < heads) weight[h] = coefficient * columns.of(token[kQueries + h]);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
     for (int row0 = 0; row0 < min(32, row_end - row_begin - chunk); row0 += rows_per_batch) {
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        const int owner = row0 + i * rows_per_load + lane_row;  // the lane with this row's feature
+        const int owner = row0 + i * rows_per_load + lane_row;  // lane that holds this row's feature
         const Vector before = decays ? decayed(pending[i], factor) : pending[i];
         const Vector x = multiply_add(__shfl_sync(~0u, feature, owner), value, before);
         if (updates && rows_left > 0) __stcs(reinterpret_cast<Vector*>(target), x);
@@ -172,9 +172,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   }
 }
 
-// weights = exp(log_decay) weights + features(k), a block for each state. The sums are those of decode_kernel to the bit: a product that the compiler fused
-// into the addition would not be rounded.
-__global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const DecodeParams p) {
+// Updates k_sum = exp(log_decay) k_sum + features(k), one block per state. The sums have the same bits as in decode_kernel: if
+// the compiler fused the product into the addition, it would not be rounded.
+__global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_k_sum_kernel(const DecodeParams p) {
   __shared__ float token[kKey + 1][kMaxDecodeHeadDim];
   const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
   const bool joins = joins_state(p, batch);
@@ -184,10 +184,10 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const
   load_token(p, batch, kv_head, 0, kKey + 1, token);
   __syncthreads();
   const int rows = decode_rows(p.d, p.order);
-  float* weights = p.new_weights + int64_t{blockIdx.x} * rows;
+  float* k_sum = p.new_k_sum + int64_t{blockIdx.x} * rows;
   for (int row = threadIdx.x; row < rows; row += blockDim.x) {
-    const float before = decays ? decayed(weights[row], factor) : weights[row];
-    weights[row] = __fadd_rn(before, joins ? Feature(row, p.d).of(token[kKey]) : 0.f);
+    const float before = decays ? decayed(k_sum[row], factor) : k_sum[row];
+    k_sum[row] = __fadd_rn(before, joins ? Feature(row, p.d).of(token[kKey]) : 0.f);
   }
 }
 
@@ -195,9 +195,9 @@ struct Tiling {
   int log2_vectors, slices, warps;
 };
 
-// Slices as wide as leave half of the multiprocessors a block: wide ones are read faster, and few blocks beat a second wave. Where
-// there is one, smaller blocks overlap. Measured on an H200, d = 64: 96 states 34 us in 96 blocks, 39 us in 192; 160 states 60 us in
-// blocks of 16 warps, 56 us in blocks of 8.
+// Chooses slices as wide as possible that give at least half of the multiprocessors a block: wide slices are read faster, and
+// few blocks are better than a second wave. If there are more blocks than multiprocessors, smaller blocks overlap. Measured on
+// an H200, d = 64: 96 states 34 us in 96 blocks, 39 us in 192; 160 states 60 us in blocks of 16 warps, 56 us in blocks of 8.
 Tiling choose_tiling(const DecodeParams& p, int vectors) {
   const auto slices = [&](int log2) { return ((vectors - 1) >> log2) + 1; };
   const auto blocks = [&](int log2) { return int64_t{p.b} * p.hk * slices(log2); };
@@ -214,14 +214,14 @@ void launch(DecodeParams p, cudaStream_t stream) {
   const int smem_bytes = static_cast<int>(sizeof(FixedSmem<kHeads>)) +
                          (kHeads * tiling.warps * static_cast<int>(sizeof(Vector)) << tiling.log2_vectors);
   const int group = p.h / p.hk;
-  // Every slice reads all weights, so where there are several none may write over them.
-  const bool in_turn = p.new_weights == p.weights && tiling.slices > 1;
+  // Every slice reads all of k_sum. With several slices none may overwrite it, and a kernel of its own updates it afterwards.
+  const bool in_turn = p.new_k_sum == p.k_sum && tiling.slices > 1;
   for (int first_head = 0; first_head < group; first_head += kHeads) {
     const bool updates = first_head == 0;
     launch_kernel("decode", decode_kernel<Vector, kHeads>, grid_1d(states * tiling.slices), tiling.warps * 32, smem_bytes, stream,
                   p, Work{group, first_head, tiling.slices, tiling.log2_vectors, updates && !in_turn});
-    if (updates && in_turn) launch_kernel("decode", decode_weights_kernel, grid_1d(states), kMaxWarps * 32, 0, stream, p);
-    p.values = p.new_values, p.weights = p.new_weights;
+    if (updates && in_turn) launch_kernel("decode", decode_k_sum_kernel, grid_1d(states), kMaxWarps * 32, 0, stream, p);
+    p.kv_state = p.new_kv_state, p.k_sum = p.new_k_sum;
   }
 }
 
@@ -237,7 +237,7 @@ void launch(const DecodeParams& p, cudaStream_t stream) {
 
 void launch_decode(const DecodeParams& p, cudaStream_t stream) {
   const auto aligned = [](const float* x) { return reinterpret_cast<uintptr_t>(x) % sizeof(float4) == 0; };
-  if (p.dv % 4 == 0 && aligned(p.values) && aligned(p.new_values)) return launch<float4>(p, stream);
+  if (p.dv % 4 == 0 && aligned(p.kv_state) && aligned(p.new_kv_state)) return launch<float4>(p, stream);
   launch<float>(p, stream);
 }
 

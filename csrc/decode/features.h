@@ -1,4 +1,4 @@
-// What the kernels of a step share: features of a row of the state, sums over lanes, what fades, the output's dtype.
+// Shared by the decoding kernels: features of the rows of a state, sums over lanes, decay, and stores of the output.
 #pragma once
 
 #include "core/dtype.h"
@@ -11,13 +11,13 @@ __device__ __forceinline__ float4 multiply_add(float a, float4 x, float4 y) {
   return make_float4(fmaf(a, x.x, y.x), fmaf(a, x.y, y.y), fmaf(a, x.z, y.z), fmaf(a, x.w, y.w));
 }
 
-// x times the factor; 0 for 0, even where x is not finite.
+// x times the factor; 0 if the factor is 0, even if x is not finite.
 __device__ __forceinline__ float decayed(float x, float factor) { return factor == 0.f ? 0.f : __fmul_rn(x, factor); }
 __device__ __forceinline__ float4 decayed(float4 x, float factor) {
   return make_float4(decayed(x.x, factor), decayed(x.y, factor), decayed(x.z, factor), decayed(x.w, factor));
 }
 
-// The sum over the lanes whose numbers differ in the bits from first_bit up.
+// Sums over the lanes whose indices differ only in the bits from first_bit up.
 __device__ __forceinline__ float sum_lanes(float x, int first_bit) {
   for (int bit = first_bit; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
   return x;
@@ -26,7 +26,7 @@ __device__ __forceinline__ float4 sum_lanes(float4 x, int first_bit) {
   return make_float4(sum_lanes(x.x, first_bit), sum_lanes(x.y, first_bit), sum_lanes(x.z, first_bit), sum_lanes(x.w, first_bit));
 }
 
-// Columns of the second-order row r (counted from the first of them): a is the largest with first(a) <= r.
+// Columns a, b of the second-order row r, counted from the first second-order row: a is the largest with first(a) <= r.
 __device__ __forceinline__ void pair_of_row(int r, int d, int& a, int& b) {
   const auto first = [d](int i) { return i * d - i * (i - 1) / 2; };
   const float n = 2.f * d + 1.f;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void pair_of_row(int r, int d, int& a, int& b) {
   b = a + r - first(a);
 }
 
-// The columns whose product is the feature of a row of the state; -1 stands for a factor 1.
+// The two columns whose product is the feature of a row of the state; -1 stands for a factor 1.
 struct Feature {
   int a, b;
 
@@ -47,11 +47,12 @@ struct Feature {
   __device__ __forceinline__ float of(const float* x) const { return (a < 0 ? 1.f : x[a]) * (b < 0 ? 1.f : x[b]); }
 };
 
+// Whether the token is added to the state.
 __device__ __forceinline__ bool joins_state(const DecodeParams& p, int batch) {
   return p.attention_mask == nullptr || p.attention_mask[batch * p.mask_stride] != 0;
 }
 
-// NaN stays NaN.
+// log_decay of the token, at most 0; NaN stays NaN.
 __device__ __forceinline__ float decay_of_token(const DecodeParams& p, int batch, int kv_head) {
   if (p.log_decay == nullptr) return 0.f;
   const float decay = p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride];

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Neighbouring lanes share a row, a power of two of them; each moves kElements at a time.
+// A power of two of neighbouring lanes share a row; each moves kElements at a time.
 template <class Element, int kElements>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, const int lanes, const int head_blocks) {
   const int head_index = blockIdx.x / head_blocks, batch = head_index / p.h, head = head_index % p.h;
@@ -30,13 +30,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
       shift = head_of<float>(p.shift, p.shift_stride, batch, head / (p.h / p.shift_heads))[row * p.shift_stride.token];
     }
   }
-  __syncwarp();  // every lane of the row has read what the first one writes over
+  __syncwarp();  // all lanes of the row have read lse before the first one overwrites it
   const bool blind = z_global == 0.f || shift == -INFINITY;
   if (exists && blind && lane == 0) p.z[int64_t{head_index} * p.n + row] = 0.f;
   if (!exists || blind) return;
 
-  // In units of the far weights, where a large shift rounds neither of the two that are compared when they are close. Where z_global is
-  // negative all of it is NaN.
+  // Compared in units of the global weights: if the two are close, a large shift then rounds neither. A negative z_global makes
+  // everything NaN.
   const float in_units = local - shift, global = logf(z_global), base = fmaxf(in_units, global);
   const float of_local = expf(in_units - base), of_global = expf(global - base), total = of_local + of_global;
   const float local_factor = of_local / total, global_factor = of_global / total;

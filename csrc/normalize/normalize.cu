@@ -1,7 +1,7 @@
-// Rows scaled back onto a sphere, bound by memory: q and k in one launch, every row read once and written once.
+// Scales rows back onto a sphere, bound by memory: q and k in one launch, with every row read once and written once.
 //
-// A row belongs to neighbouring lanes of a warp, a power of two of them, each of which holds kElements of its numbers, in words of 16
-// bytes where rows are aligned. Lanes take several rows, whose loads are all under way before the first is used.
+// A power of two of neighbouring lanes of a warp share a row. Each lane holds kElements of its elements, in 16-byte words if
+// rows are aligned. A lane takes several rows and starts all their loads before it uses the first.
 
 #include "normalize/normalize.h"
 
@@ -15,27 +15,27 @@ namespace fastmax {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 8;  // of a row, per lane
+constexpr int kElements = 8;  // per lane and row
 static_assert(32 * kElements == kMaxNormalizedDim);
-// Rows of a lane: of aligned ones 64 bytes are under way in bf16; of others each element is a load.
+// Rows per lane: aligned rows have 64 bytes in flight (bf16); in other rows each element is a load of its own.
 template <bool kAligned>
 constexpr int kForwardRows = kAligned ? 4 : 1;
 template <bool kAligned>
 constexpr int kBackwardRows = kAligned ? 2 : 1;  // the backward reads two tensors
 
-// A row's number, taken apart: (outermost * outer + middle) * inner + innermost.
-struct Place {
+// A row index in components: (outermost * outer + middle) * inner + innermost.
+struct RowIndex {
   int outermost, middle, innermost;
 };
 
 struct Launch {
-  int lanes_log2;     // of a row
-  int rows;           // side by side in a block
-  unsigned q_blocks;  // the first blocks have q's rows
-  Place step[2];      // `rows` taken apart, for q and k
+  int lanes_log2;     // log2 of the lanes per row
+  int rows;           // rows per pass of a block
+  unsigned q_blocks;  // blocks for rows of q, which come first
+  RowIndex step[2];      // `rows` in components, for q and k
 };
 
-// The rows of a lane: number `first`, and every `launch.rows`-th from there.
+// The rows of a lane: index `first` and every launch.rows-th row after it.
 template <int kRows>
 struct LaneRows {
   const Launch& launch;
@@ -54,12 +54,12 @@ struct LaneRows {
   __device__ __forceinline__ int number(int r) const { return first + r * launch.rows; }
   __device__ __forceinline__ bool exists(int r) const { return number(r) < tensor.rows; }
 
-  // function(r, place) for every row; the place means nothing where there is no row.
+  // Calls function(r, index) for every row. The index is undefined if the row does not exist.
   template <class Function>
   __device__ __forceinline__ void visit(const Function& function) const {
     const unsigned inner = tensor.inner, outer = tensor.outer, rest = first / inner;
-    Place at{static_cast<int>(rest / outer), static_cast<int>(rest % outer), static_cast<int>(first % inner)};
-    const Place step = launch.step[which];
+    RowIndex at{static_cast<int>(rest / outer), static_cast<int>(rest % outer), static_cast<int>(first % inner)};
+    const RowIndex step = launch.step[which];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       function(r, at);
@@ -69,7 +69,7 @@ struct LaneRows {
     }
   }
 
-  __device__ __forceinline__ int64_t offset(const Place& at, const Stride& stride) const {
+  __device__ __forceinline__ int64_t offset(const RowIndex& at, const Stride& stride) const {
     return at.outermost * stride.batch + at.middle * (tensor.token_major ? stride.token : stride.head) +
            at.innermost * (tensor.token_major ? stride.head : stride.token);
   }
@@ -81,7 +81,7 @@ struct Single {
   Element x;
 };
 
-// A lane's elements of a row; zeros behind the end.
+// A lane's elements of a row, with zeros beyond the end.
 template <class Element, bool kAligned>
 struct Slice {
   using Unit = std::conditional_t<kAligned, Word<Element>, Single<Element>>;
@@ -109,7 +109,7 @@ struct Slice {
     }
   }
 
-  // function(i) as element i.
+  // Stores function(i) as element i.
   template <class Function>
   static __device__ __forceinline__ void store(void* tensor, int64_t offset, int lane, int lanes, int d, const Function& function) {
 #pragma unroll
@@ -130,7 +130,7 @@ struct Slice {
   }
 };
 
-// Over the lanes of every row; each of them gets the same bits.
+// Sums over the lanes of a row, for every row. All its lanes get the same bits.
 template <int kRows>
 __device__ __forceinline__ void sum_over_lanes(float (&sums)[kRows], int lanes) {
   for (int bit = lanes / 2; bit > 0; bit /= 2) {
@@ -150,10 +150,10 @@ __device__ __forceinline__ float sum_of_squares(const Slice& x, float scale) {
   return sum;
 }
 
-// Sums of squares in which nothing that counts overflowed or was rounded away.
+// Limits of sums of squares in which no element that matters overflowed or was rounded away.
 constexpr float kLeastSum = 0x1p-96f, kMostSum = 0x1p120f;
-// What rows with other sums are scaled by: shorter than 2^-48, down to 2^-149, or longer than 2^60, up to 2^132. Squares of what
-// counts in them are from 2^-98 to 2^104 then.
+// Factors for rows with other sums. Such rows are shorter than 2^-48, down to 2^-149, or longer than 2^60, up to 2^132. Squares
+// of the elements that matter are then between 2^-98 and 2^104.
 constexpr float kScaleUp = 0x1p100f, kScaleDown = 0x1p-80f;
 constexpr float kBelowOne = 0x1.fffffep-1f;
 
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
   const NormalizedTensor& tensor = rows.tensor;
 
   Slice x[kRows];
-  rows.visit([&](int r, const Place& at) {
+  rows.visit([&](int r, const RowIndex& at) {
     x[r].load(tensor.x, rows.offset(at, tensor.x_stride), rows.lane, rows.lanes, rows.exists(r) ? p.d : 0);
   });
   float sums[kRows];
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (!rows.exists(r)) continue;
     const float lim = p.lim * scale;
-    const bool too_long = sums[r] > lim * lim;  // right where the square overflows or underflows, too: sums do not
+    const bool too_long = sums[r] > lim * lim;  // also correct if the square overflows or underflows, as sums do not
     const float back = too_long ? p.lim * rsqrtf(sums[r]) : 1.f;
     scale = too_long ? scale : 1.f;
     Slice::store(tensor.out, int64_t{rows.number(r)} * p.d, rows.lane, rows.lanes, p.d,
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) normalize_tokens_backward_kernel(con
 
   Slice x[kRows], grad[kRows];
   float factor[kRows];
-  rows.visit([&](int r, const Place& at) {
+  rows.visit([&](int r, const RowIndex& at) {
     const int d = rows.exists(r) ? p.d : 0;
     x[r].load(tensor.x, rows.offset(at, tensor.x_stride), rows.lane, rows.lanes, d);
     grad[r].load(tensor.grad, rows.offset(at, tensor.grad_stride), rows.lane, rows.lanes, d);
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads) normalize_tokens_backward_kernel(con
   }
 }
 
-Place taken_apart(int rows, const NormalizedTensor& x) {
+RowIndex row_index(int rows, const NormalizedTensor& x) {
   if (x.rows == 0) return {};
   return {rows / x.inner / x.outer, rows / x.inner % x.outer, rows % x.inner};
 }
@@ -239,7 +239,7 @@ void launch_rows(const char* name, Kernel kernel, int rows_of_lane, const Normal
   Launch launch{};
   while ((kElements << launch.lanes_log2) < p.d) ++launch.lanes_log2;
   launch.rows = kThreads >> launch.lanes_log2;
-  for (int i = 0; i < 2; ++i) launch.step[i] = taken_apart(launch.rows, p.tensors[i]);
+  for (int i = 0; i < 2; ++i) launch.step[i] = row_index(launch.rows, p.tensors[i]);
   const int64_t of_block = int64_t{launch.rows} * rows_of_lane;
   const auto blocks = [&](const NormalizedTensor& x) { return (x.rows + of_block - 1) / of_block; };
   launch.q_blocks = grid_1d(blocks(p.tensors[0]));
@@ -247,7 +247,7 @@ void launch_rows(const char* name, Kernel kernel, int rows_of_lane, const Normal
   launch_kernel(name, kernel, grid, kThreads, 0, stream, p, launch, args...);
 }
 
-// function(element, std::bool_constant<aligned>())
+// Calls function(element, std::bool_constant<aligned>()).
 template <class Function>
 void dispatch(const NormalizeParams& p, const Function& function) {
   const auto run = [&](auto element) { p.aligned ? function(element, std::true_type()) : function(element, std::false_type()); };

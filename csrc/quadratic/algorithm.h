@@ -1,4 +1,5 @@
-// Attention over tiles of scores, never all of them at once: of Fastmax, and of softmax.
+// The quadratic algorithm: attention over tiles of scores, of which the score matrix is never stored. One table for Fastmax,
+// one for softmax.
 #pragma once
 
 #include "core/algorithm.h"

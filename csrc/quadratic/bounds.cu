@@ -11,9 +11,9 @@ __host__ __device__ __forceinline__ int bound_of(const KeyBounds& bounds, int ba
   return bounds.data[batch * bounds.stride.batch + kv_head * bounds.stride.head + query * bounds.stride.token];
 }
 
-// Kernels address memory by what tables say. Bounds may be any numbers, and are clamped to [0, m].
+// The keys that a query sees. Kernels derive addresses from the tables, so bounds of any value are clamped to [0, m].
 __host__ __device__ __forceinline__ Range keys_of(const AttentionParams& p, int batch, int kv_head, int query) {
-  // Where a window is outside of the keys, its end may be before its begin, and negative.
+  // For windows outside the keys the end may be negative and lie before the begin.
   const int position = query + p.causal_offset;
   Range keys{max(0, position - p.left), min(position + p.right + 1, p.m)};
   if (p.k_start.data != nullptr) keys.begin = max(keys.begin, min(bound_of(p.k_start, batch, kv_head, query), p.m));
@@ -21,7 +21,7 @@ __host__ __device__ __forceinline__ Range keys_of(const AttentionParams& p, int 
   return keys;
 }
 
-// The first query whose keys end behind `key` (kEnds), or begin behind it; n where there is none.
+// The first query whose keys end after `key` (kEnds), or begin after it (else); n if there is none.
 template <bool kEnds>
 __host__ __device__ __forceinline__ int first_query_behind(const AttentionParams& p, int batch, int kv_head, int key) {
   int begin = 0, end = p.n;
@@ -38,18 +38,19 @@ __host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, i
   return {first_query_behind<true>(p, batch, kv_head, key), first_query_behind<false>(p, batch, kv_head, key)};
 }
 
-// What is left of keys that fade, for blocks of queries and of keys: no tile of the kernels is larger, so that none is partly gone.
+// Which blocks of queries and keys are fully decayed to each other. No tile of the kernels is larger than a block, so a tile is
+// skipped as a whole or not at all.
 class DecayedBlocks {
  public:
   __device__ DecayedBlocks(const AttentionParams& p, int head, float fully_decayed)
       : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.m), fully_decayed(fully_decayed) {}
 
-  // The first key of which something is left, for queries of the same block.
+  // The first key that is not fully decayed for the queries of this block.
   __device__ int k_start(int query) const {
     const int block = query / kBlock;
     return kBlock * first_where(position(block * kBlock) / kBlock, [&](int key_block) { return is_left(block, key_block); });
   }
-  // The first query for which nothing is left of keys of the same block.
+  // The first query for which the keys of this block are fully decayed.
   __device__ int end_query(int key) const {
     const int block = key / kBlock;
     return kBlock * first_where((p.n + kBlock - 1) / kBlock, [&](int query_block) { return !is_left(query_block, block); });
@@ -62,11 +63,11 @@ class DecayedBlocks {
   float fully_decayed;
 
   __device__ int position(int query) const { return max(0, query + p.causal_offset); }
-  // The first query has the most, of the last key.
+  // The pair of the first query and the last key decays least.
   __device__ bool is_left(int query_block, int key_block) const {
     return decay(sums[position(query_block * kBlock)], sums[min(key_block * kBlock + kBlock, p.m) - 1]) >= fully_decayed;
   }
-  // The first index below `end` for which `holds`, which does so from there on; `end` where there is none.
+  // The first index below `end` from which on `holds` is true; `end` if there is none.
   template <class Holds>
   __device__ static int first_where(int end, const Holds& holds) {
     int begin = 0;
@@ -79,7 +80,7 @@ class DecayedBlocks {
   }
 };
 
-// A thread per query, then one per key.
+// One thread per query, then one thread per key.
 __global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams p, const float fully_decayed, Range* __restrict__ keys,
                                                           Range* __restrict__ queries, const int64_t rows) {
   int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;

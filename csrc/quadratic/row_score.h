@@ -1,5 +1,5 @@
-// What all pairs of a query share in a backward (Score::row, or Score::column), made once per query before the kernels that visit
-// pairs.
+// Per-query values that all pairs of a query share in a backward (Score::row or Score::column). A kernel computes them before
+// the kernels over pairs.
 #pragma once
 
 #include <type_traits>
@@ -11,10 +11,10 @@
 
 namespace fastmax {
 
-// Row scores: threads per block.
+// Threads per block of row_score_kernel.
 inline constexpr int kRowScoreThreads = 256;
 
-// And per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
+// Threads per row: a power of two, at most a warp. Each takes 16 bytes of the row at a time.
 template <class Element, int kHeadDim>
 __host__ __device__ constexpr int row_score_lanes() {
   int lanes = 2;
@@ -22,6 +22,7 @@ __host__ __device__ constexpr int row_score_lanes() {
   return lanes;
 }
 
+// Rounds to Element and back.
 template <class Element>
 __device__ __forceinline__ float2 rounded(float2 x) {
   alignas(sizeof(float2)) Element pair[2];
@@ -32,8 +33,8 @@ __device__ __forceinline__ float2 rounded(float2 x) {
 template <class Score, bool kByColumn>
 using RowScore = std::conditional_t<kByColumn, typename Score::Column, float4>;
 
-// row_scores: (b, h, rows_per_head), zeros behind the last query. grad_o_copy: null, or where a contiguous grad_o (b, h, n, dv) with
-// the noise in it goes; of columns with the scale in it that Score says.
+// row_scores: (b, h, rows_per_head), zeros beyond the last query. grad_o_copy: null, or the contiguous result (b, h, n, dv) of
+// grad_o times the noise factor; by column also times Score::grad_o_scale if Score::kScalesGradO.
 template <class Score, class Element, int kHeadDim, bool kByColumn>
 __global__ void __launch_bounds__(kRowScoreThreads)
     row_score_kernel(const BwdParams p, const int rows_per_head, RowScore<Score, kByColumn>* row_scores, Element* grad_o_copy) {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kRowScoreThreads)
       float2 x = load_pair(grad_o + i);
       if constexpr (kScales) {
         x.x *= grad_o_scale, x.y *= grad_o_scale;
-        if (p.noise == nullptr) x = rounded<Element>(x);  // as products have it, or rows that see few keys lose accuracy
+        if (p.noise == nullptr) x = rounded<Element>(x);  // as products read it, for rows that see few keys
       }
       delta = fmaf(x.x, y.x, fmaf(x.y, y.y, delta));
     }

@@ -1,9 +1,9 @@
 // Softmax of rows, bound by memory.
 //
-// A row belongs to a group of lanes: part of a warp, a warp, or a block. It is read in chunks of up to kWords 16-byte words per
-// lane, which stay in registers until the next chunk replaces them. A row of one chunk (up to 128 KB) is therefore read from memory
-// once. Of a longer one, every further pass begins with the chunk that the pass before ended with and walks the other way, so one
-// chunk less is read, and what was read last, which the L2 cache still holds, is read first.
+// A group of lanes shares a row: part of a warp, a warp, or a block. The row is read in chunks of up to kWords 16-byte words
+// per lane, which stay in registers until the next chunk replaces them. A row of one chunk (up to 128 KB) is therefore read
+// from memory once. For longer rows, each further pass starts with the chunk in registers and goes in the opposite direction.
+// It reads one chunk less, and reads first what was read last and is still in the L2 cache.
 //
 //   safe    maximum | sum of 2^((x - max) log2 e) | y     three passes, two reductions over the lanes
 //   online  maximum and sum | y                           two passes, one reduction (Milakov & Gimelshein 2018, arXiv 1805.02867)
@@ -23,21 +23,22 @@ namespace {
 
 // ---- the launch table
 
-// 16-byte words of a chunk per lane: 32 of the 64 registers that a block of 1024 threads may use.
+// 16-byte words per lane and chunk: 32 of the 64 registers that a block of 1024 threads may use.
 constexpr int kWords = 8;
 constexpr int kMaxThreads = 1024;
-// What fits a multiprocessor at 64 registers. With fewer threads in all, rows are spread over more lanes of fewer words.
+// Threads that fit on a multiprocessor at 64 registers. With fewer threads in total, rows are spread over more lanes with fewer
+// words.
 constexpr int kThreadsPerSm = 1024;
-// Two short rows share a warp. Half a warp reads 256 bytes, two cache lines, at a time, and has a lane for each element that
-// may be left over before and after the words (Row::edge).
+// Two short rows share a warp. Half a warp reads 256 bytes, two cache lines, at a time. It has a lane for each element before
+// and after the aligned words (Row::edge).
 constexpr int kMinLanes = 16;
-// Threads of a block of such rows: four warps have a multiprocessor's four schedulers.
+// Threads per block for such rows: four warps use a multiprocessor's four schedulers.
 constexpr int kSmallRowThreads = 128;
 
 struct Launch {
-  int lanes;  // of a row: half a warp or whole ones
-  int rows;   // of a block
-  int words;  // of a chunk per lane, up to kWords
+  int lanes;  // per row: half a warp or whole warps
+  int rows;   // per block
+  int words;  // per lane and chunk, up to kWords
   int64_t blocks;
   int threads() const { return lanes * rows; }
 };
@@ -51,7 +52,7 @@ Launch choose_launch(const SoftmaxParams& p, int row_words) {
   launch.lanes = lanes;
   launch.rows = lanes <= 32 ? kSmallRowThreads / lanes : 1;
   const int chunks = divide_up(row_words, lanes * kWords);
-  launch.words = divide_up(row_words, lanes * chunks);  // of one size: a short last one would be the one that is not read again
+  launch.words = divide_up(row_words, lanes * chunks);  // equal: the chunk that is not read again should not be short
   launch.blocks = (p.rows - 1) / launch.rows + 1;
   return launch;
 }
@@ -61,15 +62,15 @@ Launch choose_launch(const SoftmaxParams& p, int row_words) {
 template <class Element>
 constexpr uint32_t kMinusInfinity = std::is_same_v<Element, float>    ? 0xff800000u
                                     : std::is_same_v<Element, __half> ? 0xfc00fc00u
-                                                                      : 0xff80ff80u;  // every element of a register
+                                                                      : 0xff80ff80u;  // in every element of a register
 
 template <class Element>
 struct Row {
   using Word = fastmax::Word<Element>;
-  const Element* x;  // its first element
+  const Element* x;  // first element
   Element* y;
-  int head, words, tail;  // elements, words, elements
-  bool same_alignment;    // of x and y
+  int head, words, tail;  // elements before the words, words, elements after them
+  bool same_alignment;    // whether x and y have the same alignment
 
   __device__ Row(const SoftmaxParams& p, int64_t row, bool exists) {
     x = static_cast<const Element*>(p.x) + row * p.row_stride;
@@ -82,7 +83,8 @@ struct Row {
     same_alignment = reinterpret_cast<uintptr_t>(y) % sizeof(Word) == past;
   }
 
-  // The element of head or tail that is this lane's, or -1: the first lanes have the head, the next ones the tail.
+  // This lane's element outside the words, or -1. The first lanes have the elements before the words, the next ones those
+  // after.
   __device__ __forceinline__ int edge(int lane) const {
     constexpr int kSide = kMinLanes / 2;
     static_assert(kSide >= Word::kElements - 1);
@@ -90,7 +92,7 @@ struct Row {
     return lane - kSide < tail ? head + words * Word::kElements + lane - kSide : -1;
   }
 
-  // -inf past the end.
+  // Loads a word; -inf past the end.
   __device__ __forceinline__ Word load(int word) const {
     constexpr uint32_t kFill = kMinusInfinity<Element>;
     uint4 bits = make_uint4(kFill, kFill, kFill, kFill);
@@ -115,7 +117,7 @@ struct Row {
 // e^(x - m). x = m = -inf gives NaN, as in the formula.
 __device__ __forceinline__ float exp_difference(float x, float m) { return ptx::exp2_approx((x - m) * 1.44269504088896341f); }
 
-// What is subtracted while nothing but -inf was seen: e^(-inf - 0) = 0 is what such elements add to a sum.
+// The value to subtract. While only -inf was seen it is 0, so that such elements add e^(-inf - 0) = 0 to a sum.
 __device__ __forceinline__ float reference(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 struct Maximum {
@@ -127,20 +129,20 @@ struct Sum {
   static constexpr float kNeutral = 0.f;
 };
 
-// Over `lanes` neighbours, a power of two up to a warp; every one of them gets the same bits.
+// Reduces over `lanes` neighbours, a power of two up to a warp. All of them get the same bits.
 template <class Operation>
 __device__ __forceinline__ float reduce_lanes(float x, int lanes) {
   for (int bit = lanes / 2; bit > 0; bit /= 2) x = Operation()(x, __shfl_xor_sync(~0u, x, bit));
   return x;
 }
 
-// Over the first `warps` of a warp's lanes.
+// Reduces over the first `warps` lanes of a warp.
 template <class Operation>
 __device__ __forceinline__ float reduce_warps(float x, int warps) {
   return reduce_lanes<Operation>(static_cast<int>(threadIdx.x % 32) < warps ? x : Operation::kNeutral, 32);
 }
 
-// Over the lanes of a row. `partials` serves one call.
+// Reduces over the lanes of a row. `partials` may be used by one call only.
 template <class Operation>
 __device__ __forceinline__ float reduce(float x, int lanes, float (&partials)[32]) {
   x = reduce_lanes<Operation>(x, min(lanes, 32));
@@ -150,7 +152,8 @@ __device__ __forceinline__ float reduce(float x, int lanes, float (&partials)[32
   return reduce_warps<Operation>(partials[threadIdx.x % 32], lanes / 32);
 }
 
-// The maximum over the lanes of a row, and the sum of their sums, each rescaled to that maximum first; in a warp, then over warps.
+// Computes the maximum over the lanes of a row, and the sum of their sums after rescaling each to that maximum: first within
+// warps, then over warps.
 __device__ __forceinline__ void reduce_online(float& maximum, float& sum, int lanes, float (&maxima)[32], float (&sums)[32]) {
   const auto rescaled = [](float sum, float maximum, float raised) { return sum * exp_difference(maximum, reference(raised)); };
   float raised = reduce_lanes<Maximum>(maximum, min(lanes, 32));
@@ -171,7 +174,8 @@ template <class Element>
 struct Chunk {
   Word<Element> words[kWords];
 
-  // Word i of this lane is number first + i * stride of the row, for i < count; stores nothing, and loads -inf, past the end.
+  // Word i of this lane has index first + i * stride in the row, for i < count. Past the end, loads return -inf and stores do
+  // nothing.
   __device__ __forceinline__ void load(const Row<Element>& row, int first, int stride, int count) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -222,18 +226,18 @@ struct Chunk {
 
 template <class Element, bool kOnline>
 __global__ void __launch_bounds__(kMaxThreads) softmax_kernel(const SoftmaxParams p, const Launch launch) {
-  __shared__ float maxima[32], sums[32];  // of warps
+  __shared__ float maxima[32], sums[32];  // by warp
   const int lanes = launch.lanes, lane = threadIdx.x % lanes, count = launch.words, chunk_words = lanes * count;
   const int64_t row_index = int64_t{blockIdx.x} * launch.rows + threadIdx.x / lanes;
   const Row<Element> row(p, row_index, row_index < p.rows);
 
-  // Of this lane's first words of chunks: the last, and that of the chunk in registers.
+  // Index of this lane's first word in the last chunk, and in the chunk in registers.
   const int last = lane + max(0, row.words - 1) / chunk_words * chunk_words;
   int first = lane;
   Chunk<Element> chunk;
   chunk.load(row, first, lanes, count);
   // Calls function for every chunk, from the one in registers to the other end of the row.
-  const auto walk = [&](const auto& function) {
+  const auto for_each_chunk = [&](const auto& function) {
     const int end = first == lane ? last : lane;
     function();
     while (first != end) {
@@ -249,22 +253,22 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_kernel(const SoftmaxParam
   float maximum = edge, sum = 0.f;
   if constexpr (kOnline) {
     sum = exp_difference(edge, reference(edge));
-    walk([&] {
+    for_each_chunk([&] {
       const float raised = fmaxf(maximum, chunk.maximum(count));
       sum = sum * exp_difference(maximum, reference(raised)) + chunk.sum(count, reference(raised));
       maximum = raised;
     });
     reduce_online(maximum, sum, lanes, maxima, sums);
   } else {
-    walk([&] { maximum = fmaxf(maximum, chunk.maximum(count)); });
+    for_each_chunk([&] { maximum = fmaxf(maximum, chunk.maximum(count)); });
     maximum = reduce<Maximum>(maximum, lanes, maxima);
     sum = exp_difference(edge, maximum);
-    walk([&] { sum += chunk.sum(count, maximum); });
+    for_each_chunk([&] { sum += chunk.sum(count, maximum); });
     sum = reduce<Sum>(sum, lanes, sums);
   }
 
   const float scale = 1.f / sum;
-  walk([&] { chunk.store(row, first, lanes, count, maximum, scale); });
+  for_each_chunk([&] { chunk.store(row, first, lanes, count, maximum, scale); });
   if (edge_at >= 0) row.y[edge_at] = from_float<Element>(scale * exp_difference(edge, maximum));
 }
 

@@ -9,14 +9,14 @@
 
 namespace fastmax {
 
-// Elements of a row are counted in int, up to where a row ends in whole chunks of the kernel.
+// Elements of a row are counted in int, rounded up to whole chunks of the kernel.
 inline constexpr int64_t kMaxSoftmaxWidth = int64_t{1} << 30;
 
 struct SoftmaxParams {
   int64_t rows;  // > 0
   int width;     // 1 to kMaxSoftmaxWidth
   MathMode math; // of x and y; the arithmetic is fp32
-  bool online;   // maximum and sum in one pass over the row, else in two
+  bool online;   // whether maximum and sum take one pass over the row, else two
   int sm_count;
 
   const void* x;       // (rows, width), unit stride in a row, any alignment

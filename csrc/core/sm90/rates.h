@@ -1,4 +1,4 @@
-// How fast the Hopper kernels are, for algorithm="auto" (core/cost_model.h, which says how the numbers were fitted).
+// Speed of the Hopper kernels, for algorithm="auto" (core/cost_model.h describes how the numbers were fitted).
 #pragma once
 
 #include "core/rates.h"
@@ -11,7 +11,7 @@ inline constexpr Rates kSm90FusedRates{0.55, kSm90Rates.feature, kSm90Rates.over
 
 inline const Rates& sm90_rates(int head_dim) { return head_dim == 96 ? kSm90Rates96 : kSm90Rates; }
 
-// Of rows whose quadratic backward is one kernel.
+// For rows whose quadratic backward is fused.
 inline const Rates& sm90_fused_rates(int head_dim) { return head_dim == 128 ? kSm90FusedRates : sm90_rates(head_dim); }
 
 }  // namespace fastmax

@@ -1,5 +1,6 @@
-// An accumulator (64 x kCols, wgmma.h) straight to memory, 16 bytes a lane: of four lanes that share a row, each takes the columns of one
-// matrix of four. Shared memory has no part in it, so that what lies there can be replaced before the sums are finished.
+// Stores an accumulator (64 x kCols, wgmma.h) directly to global memory, 16 bytes per lane. Of the four lanes that share a row,
+// each takes the columns of one of four matrices. Shared memory is not used, so the copy engine may refill it before the sums
+// are complete.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 namespace fastmax {
 
-// x[i] of lane t (of four) becomes x[t] of lane i.
+// Transposes over four lanes: x[i] of lane t becomes x[t] of lane i.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int t) {
   const bool odd = (t & 1) != 0, high = (t & 2) != 0;
 #pragma unroll
@@ -23,8 +24,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int t) {
   }
 }
 
-// Rows `row` and row + 8 of this lane, times scale[i], to a head that begins at dst; nothing from row `end` and column `cols` on, which is
-// a multiple of 8. By whole warps.
+// Stores rows `row` and row + 8 of this lane, times scale0 and scale1, to a head that begins at dst. Skips rows from `end` on
+// and columns from `cols` on, a multiple of 8. Called by whole warps.
 template <class Math, int kCount>
 __device__ __forceinline__ void store_accumulator_rows(typename Math::Element* dst, int64_t token_stride, int row, int end, int cols,
                                                        const float (&d)[kCount], float scale0, float scale1) {

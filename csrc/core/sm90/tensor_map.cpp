@@ -43,7 +43,7 @@ std::optional<Shape> shape_of(const TokenTensor& x) {
   return shape;
 }
 
-// What a map is made of, as bytes that can be compared.
+// The inputs of a map, as bytes that can be compared.
 struct Key {
   const void* data;
   Shape shape;
@@ -53,7 +53,7 @@ struct Key {
 static_assert(sizeof(Key) == 8 * 11, "no padding between what is compared");
 
 struct Entry {
-  Key key;  // data is null in an empty one
+  Key key;  // data is null in an empty entry
   CUtensorMap map;
 };
 
@@ -64,9 +64,10 @@ size_t slot_of(const Key& key, size_t slots) {
   return (hash >> 32) % slots;
 }
 
-// The driver asks for a current context, which a thread has once it has used the runtime; launches alone would come too late.
+// The driver needs a current context. A thread has one once it has used the runtime, but its first launch comes later than
+// this.
 void make_context_current() {
-  if (current_context() != nullptr) return;  // cudaSetDevice would put the device's own in the place of a green one
+  if (current_context() != nullptr) return;  // cudaSetDevice would replace a green context by the primary one
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaSetDevice(device), "cudaSetDevice");

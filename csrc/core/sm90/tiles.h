@@ -1,13 +1,13 @@
-// Tiles in shared memory as the copy engine writes them and wgmma reads them: kRows tokens x kCols columns of 16 bits, in panels of
-// 64 columns, one behind the other. A panel has a row of 128 bytes per token, whose 16-byte chunks are permuted by XOR with the row
-// index mod 8 (the 128-byte swizzle, over 8 rows = 1024 bytes). Tiles begin at multiples of 1024 bytes.
+// Tiles in shared memory in the layout that the copy engine writes and wgmma reads: kRows tokens x kCols columns of 16 bits, in
+// contiguous panels of 64 columns. A panel has a row of 128 bytes per token, whose 16-byte chunks are permuted by XOR with the
+// row index mod 8 (the 128-byte swizzle, over 8 rows = 1024 bytes). Tiles begin at multiples of 1024 bytes.
 //
 //            panel 0 (columns 0 .. 63)     panel 1 (columns 64 .. 127)
 //   row 0    chunks 0 1 2 3 4 5 6 7        0 1 2 3 4 5 6 7
 //   row 1    chunks 1 0 3 2 5 4 7 6        1 0 3 2 5 4 7 6   ...
 //
-// Where kCols is no multiple of 64, panels have 32 columns and rows of 64 bytes, of whose four chunks every second row swaps
-// others (the 64-byte swizzle, over 8 rows = 512 bytes):
+// If kCols is not a multiple of 64, panels have 32 columns and rows of 64 bytes. Their four chunks are permuted by XOR with
+// half the row index mod 4 (the 64-byte swizzle, over 8 rows = 512 bytes):
 //
 //   rows 0, 1    chunks 0 1 2 3        rows 2, 3    chunks 1 0 3 2        rows 4, 5    chunks 2 3 0 1   ...
 //
@@ -25,7 +25,7 @@
 
 namespace fastmax {
 
-// The same in all lanes, and known as such to the compiler, which keeps it in a uniform register.
+// Broadcasts a value that is the same in all lanes, so that the compiler holds it in a uniform register.
 template <class T>
 __device__ __forceinline__ T warp_uniform(T x) {
   return __shfl_sync(0xffffffffu, x, 0);
@@ -36,7 +36,7 @@ inline constexpr int kSwizzledTileAlignment = 1024;
 template <int kRows, int kCols>
 struct SwizzledTile {
   static constexpr int kPanelCols = panel_cols(kCols);
-  static constexpr int kRowBytes = kPanelCols * 2;  // of a panel
+  static constexpr int kRowBytes = kPanelCols * 2;  // per row of a panel
   static_assert(kRows % 8 == 0 && kCols % kPanelCols == 0, "tiles are whole swizzle periods");
   static constexpr int kPanels = kCols / kPanelCols;
   static constexpr int kPanelBytes = kRows * kRowBytes;
@@ -51,7 +51,7 @@ struct SwizzledTile {
     }
   }
 
-  // The whole tile, from column 0 of a tensor on. Its bytes are to be expected at the barrier.
+  // Load, store and add a whole tile, from column 0 of the tensor on. The caller expects kBytes at the barrier of a load.
   static __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap& map, uint32_t barrier, int token, int head, int batch) {
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) ptx::tma_load(tile + i * kPanelBytes, map, barrier, i * kPanelCols, token, head, batch);
@@ -66,9 +66,9 @@ struct SwizzledTile {
   }
 };
 
-// A tile as an operand of wgmma: the lower word of its descriptor, which counts addresses by 16 bytes; it also has the distance of
-// panels, which only mn_major looks at. Uniform: otherwise it is carried to a uniform register between two products, at up to 15%
-// (one H200).
+// A tile as an operand of wgmma: the lower word of its descriptor. It holds the address and the distance of panels (used by
+// mn_major only), both in units of 16 bytes. It is uniform; otherwise it is moved to a uniform register between any two
+// products, which costs up to 15% (one H200).
 template <class Tile>
 struct Operand {
   uint32_t low;
@@ -76,16 +76,16 @@ struct Operand {
   explicit __device__ __forceinline__ Operand(uint32_t tile)
       : low(warp_uniform(((tile >> 4) & 0x3fffu) | (static_cast<uint32_t>(Tile::kPanelBytes >> 4) << 16))) {}
 
-  // The operand of a tile so many bytes behind this one.
+  // The operand of a tile that begins `bytes` after this one.
   __device__ __forceinline__ Operand behind(int bytes) const {
     Operand other = *this;
     other.low += bytes >> 4;
     return other;
   }
 
-  // Descriptors of step k, from row `row` (a multiple of 8; k_major) or from panel `panel` on (mn_major).
+  // Descriptors of step k, from row `row` (a multiple of 8; k_major) or from panel `panel` (mn_major) on.
   __device__ __forceinline__ uint64_t k_major(int k, int row = 0) const {
-    constexpr int kLog2Steps = Tile::kPanelCols == 64 ? 2 : 1;  // of a panel
+    constexpr int kLog2Steps = Tile::kPanelCols == 64 ? 2 : 1;  // per panel
     return descriptor(low + (k >> kLog2Steps) * (Tile::kPanelBytes >> 4) + (k & ((1 << kLog2Steps) - 1)) * 2 +
                       row * (Tile::kRowBytes >> 4));
   }
@@ -111,12 +111,13 @@ __device__ __forceinline__ uint32_t pack_16bit(float lo, float hi) {
   }
 }
 
-// An accumulator (64 x kCols, wgmma.h) into rows row .. row + 63 of a tile; row g + 8i of a warp is multiplied by scale[i]. By all
-// four warps, `warp` its index in the warpgroup. The bank conflicts of row-wise stores are what stmatrix and the swizzle avoid.
+// Stores an accumulator (64 x kCols, wgmma.h) as rows row .. row + 63 of a tile; row g + 8i of a warp is multiplied by scale_i.
+// Called by all four warps; `warp` is the index in the warpgroup. stmatrix and the swizzle avoid bank conflicts of row-wise
+// stores.
 template <class Math, class Tile, int kCount>
 __device__ __forceinline__ void store_accumulator(uint32_t tile, int row, const float (&d)[kCount], float scale0, float scale1,
                                                   int warp, int lane) {
-  const int matrix = lane >> 3;  // whose row this lane gives: rows + 8 if odd, columns + 8 from 2 on
+  const int matrix = lane >> 3;  // matrix whose row address this lane gives: rows + 8 if odd, columns + 8 from 2 on
   const int in_tile = row + 16 * warp + (matrix & 1) * 8 + (lane & 7);
 #pragma unroll
   for (int j = 0; j < kCount / 4; j += 2) {

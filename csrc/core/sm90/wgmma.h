@@ -1,19 +1,19 @@
-// wgmma: products of a warpgroup (128 threads, four warps from a multiple of four on), D (64 x kN, fp32) += A (64 x 16) B (16 x kN).
+// wgmma: products D (64 x kN, fp32) += A (64 x 16) B (16 x kN) of a warpgroup: four warps, the first a multiple of four.
 //
 //   Wgmma<Math, kN>::rs<kB>(d, a, b)         A from registers, B from shared memory
 //   Wgmma<Math, kN>::ss<kA, kB>(d, a, b)     both from shared memory, by their descriptors (tiles.h)
 //   ... ::rs_first, ::ss_first               D = A B: outputs only, so that no zeros are written before
-//   ... ::rs_if<kB>(goes_on, d, a, b)        D += A B or D = A B, as is known at run time
+//   ... ::rs_if<kB>(goes_on, d, a, b)        D += A B if goes_on, else D = A B; decided at run time
 //
 // D: warp w of the warpgroup holds rows 16 w .. 16 w + 15. With g = lane / 4 and t = lane % 4, of columns 8j .. 8j + 7:
 //   d[4j], d[4j + 1]: row g, columns 8j + 2t and the next;   d[4j + 2], d[4j + 3]: row g + 8
-// A in registers: as mma.sync's, pairs of (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..); so what was packed of d[8k ..
-// 8k + 7], in pairs, is A of the columns 16k .. 16k + 15.
+// A in registers: as for mma.sync, pairs of (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..). Pairs packed from d[8k
+// .. 8k + 7] are therefore A of columns 16k .. 16k + 15.
 //
-// All are asynchronous. wgmma_fence() before the first of a group whose registers other instructions wrote; wgmma_commit() ends a
-// group; wgmma_wait<n>() until at most n groups are in flight; then keep(d), so that nothing that reads d moves before it.
-// The compiler serialises products (C7510 .. C7515, which build.py reports) where registers in flight cross a branch or where it
-// cannot see that they are left alone.
+// All are asynchronous. Call wgmma_fence() before the first of a group whose registers other instructions wrote. wgmma_commit()
+// ends a group, wgmma_wait<n>() waits until at most n groups are in flight, and keep(d) after it stops reads of d from moving
+// before it. The compiler serialises products (C7510 .. C7515, which build.py reports) if registers in flight cross a branch,
+// or if it cannot prove that nothing else accesses them.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@
 
 namespace fastmax {
 
-// How an operand in shared memory lies: kK: the sum runs along its rows of 128 bytes; kMN: its rows or columns do (transposed).
+// The index that runs along the rows (128 bytes) of an operand in shared memory. kK: the summed index; kMN: the row of A or
+// the column of B (transposed).
 enum class Major : int { kK = 0, kMN = 1 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -32,7 +33,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// No instruction: what reads or writes these registers stays on its side of this line.
+// No instruction: keeps reads and writes of these registers on their side of the call.
 template <int kCount>
 __device__ __forceinline__ void keep(float (&d)[kCount]) {
 #pragma unroll
@@ -47,7 +48,7 @@ __device__ __forceinline__ void keep(uint32_t (&a)[kCount]) {
 template <class Math, int kN>
 struct Wgmma;
 
-// Operand lists and the text of registers, by the number of accumulators.
+// Operand lists and register texts, by the number of accumulators.
 #define FASTMAX_INOUT(x) "+f"(x)
 #define FASTMAX_OUT(x) "=f"(x)
 #define FASTMAX_LIST_8(io, d, i) io(d[i]), io(d[i + 1]), io(d[i + 2]), io(d[i + 3]), io(d[i + 4]), io(d[i + 5]), io(d[i + 6]), io(d[i + 7])
@@ -62,7 +63,7 @@ struct Wgmma;
   FASTMAX_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "   \
                   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// first: 0, D = A B, or 1, D += A B. o0 .. o5: numbers of the operands behind the kN / 2 accumulators.
+// first: 0 for D = A B, 1 for D += A B. o0 .. o5: indices of the operands after the kN / 2 accumulators.
 #define FASTMAX_WGMMA_RS(name, n, type, count, io, first, o0, o1, o2, o3, o4, o5)                                                 \
   template <Major kB>                                                                                                             \
   static __device__ __forceinline__ void name(float (&d)[count], const uint32_t* a, uint64_t b) {                                 \
@@ -72,7 +73,7 @@ struct Wgmma;
                  : FASTMAX_LIST_##count(io, d, 0)                                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kB)));                                \
   }
-// goes_on: D += A B; else D = A B, whatever was in D.
+// goes_on: D += A B; else D = A B, and the previous D is ignored.
 #define FASTMAX_WGMMA_RS_IF(n, type, count, o0, o1, o2, o3, o4, o5, o6)                                                           \
   template <Major kB>                                                                                                             \
   static __device__ __forceinline__ void rs_if(bool goes_on, float (&d)[count], const uint32_t* a, uint64_t b) {                  \

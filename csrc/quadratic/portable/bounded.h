@@ -1,4 +1,5 @@
-// What the portable kernels read beside the operands of calls with bounds of keys, a window or decays.
+// Workspace of the portable kernels for calls with bounds of keys, a window or decay: tables, running sums and the gradient of
+// log_decay.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +14,7 @@
 
 namespace fastmax {
 
-// Offsets in the workspace. What the kernels without bounds have comes first.
+// Offsets in the workspace, after the workspace of the kernels without bounds.
 struct BoundedWorkspace {
   size_t tables, decay_sums, pair_sums, decay_gradient, bytes;
 
@@ -39,7 +40,7 @@ size_t bounded_workspace_bytes(const Params& p) {
   return BoundedWorkspace(p).bytes;
 }
 
-// Returns p with the running sums and tables that the kernels of this visibility read, and fills both on the stream.
+// Fills the running sums and tables that the kernels of this visibility read, on the stream. Returns p with pointers to them.
 template <class Score, class Visibility, class Params>
 Params with_sums_and_tables(Params p, cudaStream_t stream) {
   if constexpr (Visibility::kHasTables) {
@@ -52,8 +53,8 @@ Params with_sums_and_tables(Params p, cudaStream_t stream) {
   return p;
 }
 
-// Calls launch(p, sums), which launches the kernels of a backward, and makes the gradient of log_decay from the sums that they fill.
-// The sums are null where this gradient is not asked for.
+// Calls launch(p, sums), which launches the kernels of a backward, and computes the gradient of log_decay from the pair sums
+// that they fill. `sums` is null if that gradient is not wanted.
 template <class Score, class Visibility, class Launch>
 void with_decay_gradient(const BwdParams& call, cudaStream_t stream, const Launch& launch) {
   const BwdParams p = with_sums_and_tables<Score, Visibility>(call, stream);

@@ -1,14 +1,17 @@
-// Backward over tiles of scores, without atomics, for both score policies (score.h). With x_ij = q_i . k_j, per query the
-// normalised weight p(x), which is f(scale x) / z_i = w0 + w1 x + w2 x^2 for Fastmax and exp(scale x - lse_i) for softmax, and
-// delta_i = grad_o_i . o_i, less z_i times the gradient of z_i (softmax: less the gradient of lse_i):
+// Backward over tiles of scores, without atomics, for both score policies (score.h).
+//
+// With x_ij = q_i . k_j, the normalised weight of a query is p(x): f(scale x) / z_i = w0 + w1 x + w2 x^2 for Fastmax, and
+// exp(scale x - lse_i) for softmax. delta_i is grad_o_i . o_i minus z_i times the gradient of z_i (softmax: minus the gradient
+// of lse_i).
 //   p_ij = p(x_ij)     ds_ij = p'(x_ij) (grad_o_i . v_j - delta_i)
 //   grad_v_j = sum_i p_ij grad_o_i     grad_k_j = sum_i ds_ij q_i     grad_q_i = sum_j ds_ij k_j
-// (grad_o with the noise factor in it). Three kernels: row scores (what p and delta need) of each query; grad_k and grad_v by
-// blocks that own keys and stream queries; grad_q by blocks that own queries and stream keys. Scores are computed twice, seven
-// products instead of five, so that every sum has one owner and a fixed order.
+// Here grad_o includes the noise factor. There are three kernels: row scores (the data of p and delta for each query); grad_k
+// and grad_v, by blocks that own keys and stream queries; grad_q, by blocks that own queries and stream keys. Scores are
+// computed twice, with seven products instead of five, so that every sum has one owner and a fixed order.
 //
-// The owner's rows are the rows of every product, so p and ds go from accumulators to operands within a thread. Where keys fade
-// (fading.h), p and ds carry the factor, and the blocks of either kind sum p_ij (grad_o_i . v_j - delta_i) of their rows besides.
+// The owner's rows are the rows of every product, so p and ds go from accumulators to operands within a thread. With decay
+// (decay.h), p and ds include the decay factor, and both kernels also sum p_ij (grad_o_i . v_j - delta_i) over the pairs of
+// their rows.
 #pragma once
 
 #include "core/dispatch.h"
@@ -54,7 +57,7 @@ struct LaunchQuadraticBwd {
     }
   }
 
-  // tokens and heads: of the rows that blocks own. Scratch: DecayScratch of the kernel.
+  // Launches a kernel. tokens, heads: tokens and heads on the owner's side. Scratch: the kernel's DecayScratch.
   template <class Scratch, class Kernel>
   static void run_kernel(const char* name, Kernel kernel, const BwdParams& p, int tokens, int heads, const float4* row_scores,
                          const void* grad_o, const Stride& grad_o_stride, const PairSums& sums, cudaStream_t stream) {

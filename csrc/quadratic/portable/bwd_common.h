@@ -1,4 +1,5 @@
-// What the backward's kernels share: where a block of keys is, the stages that it streams, and what is stored of a finished sum.
+// Shared by the backward kernels: positions of blocks of keys, loads of streamed stages, and finishing functions for
+// store_rows.
 #pragma once
 
 #include "core/fragments.h"
@@ -10,6 +11,7 @@
 
 namespace fastmax {
 
+// Position of a block of keys.
 struct KvPosition {
   int block_row, batch, kv_head;
 };
@@ -19,11 +21,11 @@ __device__ __forceinline__ KvPosition kv_position(const BwdParams& p, unsigned b
   return {static_cast<int>(block % row_blocks) * kRows, static_cast<int>(head / p.hk), static_cast<int>(head % p.hk)};
 }
 
-// Loads tiles of a stage. A block of keys streams q, grad_o and row scores, a block of queries k and v.
+// Loads the tiles of a stage. Blocks of keys stream q, grad_o and row scores; blocks of queries stream k and v.
 template <class Tile, class Element, int kHeadDim>
 using StreamLoader = TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads>;
 
-// The queries of one head, as a block of keys streams them.
+// The queries of one head, streamed by a block of keys.
 template <class Element>
 struct QueryStream {
   const Element* q;
@@ -47,13 +49,14 @@ struct QueryStream {
     loader.load(stage, q, p.q_stride.token, begin, p.n, p.d);
     loader.load(stage + Tile::kTileBytes, grad_o, grad_o_token, begin, p.n, p.dv);
     if (Tile::kStream == Tile::kThreads || threadIdx.x < Tile::kStream) {
-      const int query = begin + static_cast<int>(threadIdx.x);  // zeros past the last query
+      const int query = begin + static_cast<int>(threadIdx.x);  // zeros beyond the last query
       ptx::cp_async_16(stage + 2 * Tile::kTileBytes + threadIdx.x * 16, row_scores + query, query < p.n ? 16 : 0);
     }
     ptx::cp_async_commit();
   }
 };
 
+// Loads a stage of k and v.
 template <class Tile, class Loader, class Element>
 __device__ __forceinline__ void load_key_stage(const Loader& loader, uint32_t ring, int tile, const BwdParams& p, const Element* k,
                                                const Element* v) {
@@ -64,7 +67,7 @@ __device__ __forceinline__ void load_key_stage(const Loader& loader, uint32_t ri
   ptx::cp_async_commit();
 }
 
-// For store_rows. A padded key has no weight in any row.
+// Finishing functions for store_rows. A masked key has no weight in any row, and its gradients are zeros.
 struct PaddedKeysAreZero {
   const uint8_t* attention_mask;
   int64_t batch_stride;

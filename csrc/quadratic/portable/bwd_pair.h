@@ -1,9 +1,9 @@
-// The backward's kernels for wide heads, where the rows of a warp, two resident operands and two sums, would leave room for one
-// row tile only, and every streamed token would be read from shared memory for 16 rows. Here two warps, a pair, own the same
-// rows: one forms x = q . k, the other dp = grad_o . v, so that each keeps one resident operand and one sum of twice as many rows.
-// They hand over fp32 accumulators through shared memory, each lane to the same lane of the other warp.
-//   grad_k, grad_v: the first warp hands over x (softmax: p), makes p and sums grad_v; the second makes ds and sums grad_k.
-//   grad_q:         each warp makes one factor of ds and takes the other's; each sums half of grad_q's columns.
+// Backward kernels for wide heads. Two resident operands and two sums would leave a warp registers for one row tile only, and
+// every streamed token would be read from shared memory for just 16 rows. Here two warps, a pair, own the same rows. One
+// computes x = q . k, the other dp = grad_o . v, so that each holds one resident operand and one sum of twice as many rows.
+// They exchange fp32 accumulators through shared memory, each lane with the same lane of the other warp.
+//   grad_k, grad_v: the first warp hands over x (softmax: p), computes p and sums grad_v; the second computes ds, sums grad_k.
+//   grad_q:         each warp computes one factor of ds and takes the other's; each sums half of grad_q's columns.
 #pragma once
 
 #include <type_traits>
@@ -19,11 +19,11 @@
 
 namespace fastmax {
 
-// The warps of a pair wait for each other once a slab, after handing over. Two slots are used in turn: when one is written again,
-// the other warp has come to the next slab's barrier and is done with it.
+// Waits for the other warp of the pair, once per slab after handing over. Two slots alternate: before a slot is written again,
+// the other warp has reached the next slab's barrier and has finished reading the slot.
 __device__ __forceinline__ void wait_for_pair(int pair) { ptx::barrier_wait<2 * kWarpSize>(1 + pair); }
 
-// Where this lane hands over accumulator (row tile i, half) of a slab.
+// Address at which this lane hands over accumulator (row tile i, half) of a slab.
 __device__ __forceinline__ uint32_t lane_slot(uint32_t slot, int i, int half) {
   return slot + ((i * 2 + half) * kWarpSize + threadIdx.x % kWarpSize) * 16;
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void take_over(float (&x)[4], uint32_t lane_slot) {
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 
-// grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
+// grad_k and grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThreads,
                                   QuadraticBwdKvPairTile<Math, kHeadDim>::kMinBlocks)
@@ -47,13 +47,14 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   extern __shared__ __align__(128) char shared[];
   const uint32_t ring = ptx::smem_address(shared);
 
-  // The first keys are seen by the most queries: longest first. The column parts of a block are next to each other.
+  // The first keys are seen by most queries, so the longest blocks come first. The column parts of a block are next to each
+  // other.
   const KvPosition in = kv_position<Tile::kRows>(p, blockIdx.x / Tile::kColumnParts, row_blocks);
   const int first_col = static_cast<int>(blockIdx.x % Tile::kColumnParts) * Tile::kOutputCols;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
   const int pair = warp % Tile::kPairs;
-  const bool sums_v = warp < Tile::kPairs;  // the first warp of the pair
+  const bool sums_v = warp < Tile::kPairs;  // whether this is the first warp of the pair, which sums grad_v
   const int warp_row = in.block_row + pair * kRowTiles * 16;
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
   {
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
 
   const Score score(p);
   float grad[kRowTiles][Tile::kOutputCols / 8][4] = {};
-  // A stage is q, grad_o, scores. The first warp multiplies with q and then sums grad_o, the second the other way round.
+  // A stage holds q, grad_o and row scores. The first warp multiplies with q and sums grad_o, the second the other way round.
   const uint32_t lane_b = ptx::keep_in_register(ring + (sums_v ? 0 : Tile::kTileBytes) + lane_offset_b_nk<Math, kHeadDim>());
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + (sums_v ? Tile::kTileBytes : 0) +
                                                       lane_offset_b_kn<Math, kHeadDim>(first_col));
@@ -80,40 +81,40 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const QueryDecayScratch<Tile> scratch{ring + Tile::kSharedBytes};
   if (Visibility::kMayDecay && p.decay_sums != nullptr) scratch.clear_sums();
 
-  // A block whose keys are all dropped has nothing to sum.
+  // A block whose keys are all masked has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
   const bool keeps_some = kept_keys.template tile<Tile::kRows>(in.block_row) != Kept::kNone;
   for (int head_in_group = keeps_some ? 0 : p.h / p.hk; head_in_group < p.h / p.hk; ++head_in_group) {
-    // fp32: computed again for each head, so that the inner loop need not keep it in registers.
+    // fp32: recomputed for each head, so that the inner loop does not hold it in registers.
     const KvPosition at =
         Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
     const QueryStream<Element> stream(p, row_scores, grad_o_base, grad_o_stride, at.batch, at.kv_head, head_in_group);
     const auto load_stage = [&](int tile) {
-      // Made again for each stage: kept, it would take the registers of the inner loop.
+      // The loader is rebuilt for each stage, so that the inner loop does not hold it in registers.
       stream.template load<Tile>(StreamLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p);
     };
 
     const Range tiles = query_tiles<Tile::kStream>(Visibility(p, state), at.block_row, at.block_row + Tile::kRows - 1).seen;
-    __syncthreads();  // all are done with the stages of the head before
+    __syncthreads();  // all threads have finished reading the stages of the previous head
     load_stage(tiles.begin);
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // the stage is complete for all threads, and all are done with the other one and with the slots
+      __syncthreads();  // the stage is complete for all threads, and all have finished reading the other one and the slots
       if (tile + 1 < tiles.end) load_stage(tile + 1);
 
       const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
       const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
       const int begin = tile * Tile::kStream;
-      // What these rows see is computed again for each tile where registers for its bounds would spill.
+      // Recomputes the rows' bounds for each tile, if registers for them would spill.
       const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
       const int last_row = first_row + kRowTiles * 16 - 1;
       const Visibility sees = visibility_of<Visibility>(p, state);
-      // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
+      // Adds one slab of 16 queries. masked: some pairs may be invisible.
       const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
         constexpr bool kMasked = decltype(masked)::value;
         const uint32_t tokens = stage + slab * Tile::kRowBytes;
         const uint32_t slot = exchange + slab / 16 % Tile::kSlots * Tile::kExchangeBytes;
-        float x[kRowTiles][2][4];  // x in the first warp, dp in the second; p or ds in the end
+        float x[kRowTiles][2][4];  // first warp: x, then p; second warp: dp, then ds
         multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
         const auto make_weights = [&] {
           maybe_decay.visit([&](auto&& decay) {
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
           maybe_decay.visit([&](auto&& decay) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              float other[kRowTiles][4];  // x or the weight
+              float other[kRowTiles][4];  // x, or the weight if it is the slope
 #pragma unroll
               for (int i = 0; i < kRowTiles; ++i) take_over(other[i], lane_slot(slot, i, half));
               const int token = begin + slab + half * 8 + t * 2;
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
           if (sees_some) {
             add_slab(slab, std::true_type{}, decay);
           } else {
-            wait_for_pair(pair);  // every warp comes to as many barriers: compute-sanitizer's racecheck counts them
+            wait_for_pair(pair);  // racecheck (compute-sanitizer) needs equally many barriers in all warps
           }
         }
       };
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
     }
   }
 
-  // Computed again, so that the main loop need not keep it in registers.
+  // Recomputed, so that the main loop does not hold it in registers.
   const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
   const PaddedKeysAreZero finish{p.attention_mask, p.mask_batch_stride, out.batch};
   const Stride& stride = sums_v ? p.grad_v_stride : p.grad_k_stride;
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   }
 }
 
-// grad_q: a block owns kRows queries of one head and streams the keys they see.
+// grad_q: a block owns kRows queries of one head and streams the keys that they see.
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThreads, QuadraticBwdQPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
   const int pair = warp % Tile::kPairs;
-  const int role = warp / Tile::kPairs;  // 0: x and the first half of the columns, 1: dp and the second half
+  const int role = warp / Tile::kPairs;  // 0: x and the first half of the columns; 1: dp and the second half
   const int warp_row = block_row + pair * kRowTiles * 16;
 
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
@@ -268,15 +269,15 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   const Range keys = keys_seen(Visibility(p, state), block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
   const auto load_stage = [&](int tile) {
-    // Made again for each stage: kept, it would take the registers of the products.
+    // The loader is rebuilt for each stage, so that the products do not hold it in registers.
     load_key_stage<Tile>(StreamLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p, k, v);
   };
   load_stage(tiles.begin);
 
   const Score score(p);
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
-  Line line[kRowTiles][2];      // this warp's factor of ds, but for Score::slope
-  float at_zero[kRowTiles][2];  // Fastmax: the weight at x = 0; with the line it makes other weights, for sums of pairs
+  Line line[kRowTiles][2];      // this warp's factor of ds, before Score::slope
+  float at_zero[kRowTiles][2];  // Fastmax with decay: weight at x = 0, to compute weights for pair sums
   {
     const Element* q = head_of<Element>(p.q, p.q_stride, in.batch, in.head);
     const Element* grad_o = head_of<Element>(grad_o_base, grad_o_stride, in.batch, in.head);
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the stage is complete for all threads, and all are done with the other one and with the slots
+    __syncthreads();  // the stage is complete for all threads, and all have finished reading the other one and the slots
     if (tile + 1 < tiles.end) load_stage(tile + 1);
 
     const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
@@ -320,19 +321,19 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
     const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
     const Visibility sees = visibility_of<Visibility>(p, state);
     if constexpr (Visibility::kMayDecay) {
-      if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
+      if (tile > tiles.begin && tile == first_pairwise_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
     }
     if (kept == Kept::kNone) continue;
-    const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+    const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // recomputes bounds, to save registers
     const int last_row = first_row + kRowTiles * 16 - 1;
-    // One slab of 16 keys; masked: some may be invisible.
+    // Adds one slab of 16 keys. masked: some pairs may be invisible.
     const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
       constexpr bool kMasked = decltype(masked)::value;
       const uint32_t tokens = stage + slab * Tile::kRowBytes;
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       float x[kRowTiles][2][4];
       multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
-      float weight[kRowTiles][2][4];  // where keys fade and the slope is not the weight
+      float weight[kRowTiles][2][4];  // with decay, if the slope is not the weight
       maybe_decay.visit([&](auto&& decay) {
         constexpr bool kHasDecay = std::decay_t<decltype(decay)>::kHasDecay;
 #pragma unroll
@@ -348,7 +349,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
                 if constexpr (!Score::kSlopeIsWeight) {
                   weight[i][half][e] = fmaf(0.5f * x[i][half][e], factor + of_row.offset, at_zero[i][e / 2]);
                 }
-                // The slope is of the first warp, what is centred of the second.
+                // The first warp has the slope, the second the centred factor.
                 if ((role == 0) == Score::kSlopeIsWeight) factor = Score::decay_line(factor, decay.factor(keys, e % 2, i, e / 2));
               }
               if (role == 0) factor = Score::slope(factor);
@@ -379,7 +380,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               x[i][half][e] *= other[e];
-              // Of the first warp, which has the slope.
+              // Used by the first warp, which has the slope.
               if constexpr (std::decay_t<decltype(decay)>::kHasDecay) {
                 const float flow = Score::kSlopeIsWeight ? x[i][half][e] : weight[i][half][e] * other[e];
                 decay.add_flow({{0.f, x[i][half][e]}, flow}, i, e / 2, begin + slab + half * 8 + t * 2 + e % 2,
@@ -415,7 +416,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
     add_key_tile<Score, Visibility>(p, state, scratch, whole, tile, first_row, add_whole_tile, add_masked_tile);
   }
 
-  // Computed again, so that the main loop need not keep it in registers.
+  // Recomputed, so that the main loop does not hold it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head) + first_col;
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d - first_col, StoreAsIs{});

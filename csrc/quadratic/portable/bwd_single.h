@@ -1,4 +1,4 @@
-// The backward's kernels where a warp forms both factors of a pair's derivative and keeps both sums.
+// Backward kernels in which a warp computes both factors of a pair's derivative and holds both sums.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@
 
 namespace fastmax {
 
-// The two operands that a block owns: fragments in registers, or tiles in shared memory that are read again for each slab.
+// An operand that a block owns: fragments in registers, or a tile in shared memory that is read again for each slab.
 template <class Math, int kHeadDim, int kRowTiles, bool kInRegisters>
 struct ResidentOperand;
 
@@ -43,9 +43,9 @@ template <class Math, int kHeadDim, int kRowTiles>
 struct ResidentOperand<Math, kHeadDim, kRowTiles, false> {
   static constexpr int kUnroll = 2;
   uint32_t tile;
-  int row;  // of this warp, in the tile
+  int row;  // first row of this warp in the tile
 
-  // The tile arrives with the first stage of the ring: nothing is committed or waited for here.
+  // The tile arrives with the first stage of the ring: this neither commits nor waits.
   __device__ __forceinline__ ResidentOperand(const typename Math::Element* src, int64_t token_stride, int warp_row, int row_end,
                                              int cols, uint32_t tile, int block_row)
       : tile(tile), row(warp_row - block_row) {
@@ -57,9 +57,9 @@ struct ResidentOperand<Math, kHeadDim, kRowTiles, false> {
   }
 };
 
-// Both products of 8 or 16 streamed tokens with the owned rows: x = first rows x tokens at base, dp = second rows x tokens at
-// base + second_offset. The products are interleaved: a chain of dependent tensor-core instructions alone would wait for itself.
-// kHalves = 2: 16 tokens, base for load_b_nk_pair_at; kHalves = 1: 8 tokens, base for load_b_nk_octet_at.
+// Multiplies 8 or 16 streamed tokens with the owned rows: x = first rows x tokens at base, dp = second rows x tokens at base +
+// second_offset. The two products are interleaved, because a single chain of dependent tensor-core instructions would wait for
+// itself. kHalves = 2: 16 tokens, base for load_b_nk_pair_at; kHalves = 1: 8 tokens, base for load_b_nk_octet_at.
 template <class Math, int kHeadDim, int kRowTiles, int kHalves, class Operand>
 __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4], float (&dp)[kHalves][kRowTiles][4],
                                                 const Operand& first, const Operand& second, uint32_t base, int second_offset) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4
   }
 }
 
-// grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
+// grad_k and grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, QuadraticBwdKvTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_kv_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   extern __shared__ __align__(128) char shared[];
   const uint32_t ring = ptx::smem_address(shared) + Tile::kResidentBytes;
 
-  // The first keys are seen by the most queries: longest first.
+  // The first keys are seen by most queries, so the longest blocks come first.
   const KvPosition in = kv_position<Tile::kRows>(p, blockIdx.x, row_blocks);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
@@ -131,34 +131,34 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   const QueryDecayScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
   if (Visibility::kMayDecay && p.decay_sums != nullptr) scratch.clear_sums();
 
-  // A block whose keys are all dropped has nothing to sum.
+  // A block whose keys are all masked has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.hk);
   const bool keeps_some = kept_keys.template tile<Tile::kRows>(in.block_row) != Kept::kNone;
   for (int head_in_group = keeps_some ? 0 : p.h / p.hk; head_in_group < p.h / p.hk; ++head_in_group) {
-    // fp32: computed again for each head, or the inner loop spills. In 16 bits the kernel measured 5% faster without (H200).
+    // fp32: recomputed for each head, because the inner loop spills otherwise. 16 bits: held, measured 5% faster (H200).
     const KvPosition at = Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
     const QueryStream<Element> stream(p, row_scores, grad_o_base, grad_o_stride, at.batch, at.kv_head, head_in_group);
     const auto load_stage = [&](int tile) { stream.template load<Tile>(loader, ring, tile, p); };
 
     const Range tiles = query_tiles<Tile::kStream>(Visibility(p, state), at.block_row, at.block_row + Tile::kRows - 1).seen;
-    __syncthreads();  // all are done with the stages of the head before
+    __syncthreads();  // all threads have finished reading the stages of the previous head
     load_stage(tiles.begin);
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // the stage is complete for all threads, and all are done with the other one
+      __syncthreads();  // the stage is complete for all threads, and all have finished reading the other one
       if (tile + 1 < tiles.end) load_stage(tile + 1);
 
       const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
       const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
       const int begin = tile * Tile::kStream;
-      // What these rows see is computed again for each tile where registers for its bounds would spill.
+      // Recomputes the rows' bounds for each tile, if registers for them would spill.
       const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
       const int last_row = first_row + kRowTiles * 16 - 1;
       const Visibility sees = visibility_of<Visibility>(p, state);
-      // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
+      // Adds one slab of 16 queries. masked: some pairs may be invisible.
       const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
         constexpr bool kMasked = decltype(masked)::value;
-        const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of q; grad_o's are kTileBytes further on
+        const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of q; those of grad_o are kTileBytes further on
         const uint32_t rows_trans = stage + slab * Tile::kRowBytes + lane_b_trans;
         WeightsA<Math> weights[kRowTiles], derivatives[kRowTiles];
 #pragma unroll
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
     }
   }
 
-  // Computed again, so that the main loop need not keep it in registers.
+  // Recomputed, so that the main loop does not hold it in registers.
   const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
   const PaddedKeysAreZero finish{p.attention_mask, p.mask_batch_stride, out.batch};
   Element* dst_k = head_of<Element>(p.grad_k, p.grad_k_stride, out.batch, out.kv_head);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   if constexpr (Visibility::kMayDecay) store_sums_by_key<Score>(p, pair_sums, scratch, out.batch, out.kv_head, warp_row);
 }
 
-// grad_q: a block owns kRows queries of one head and streams the keys they see.
+// grad_q: a block owns kRows queries of one head and streams the keys that they see.
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, QuadraticBwdQTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
 
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the stage is complete for all threads, and all are done with the other one
+    __syncthreads();  // the stage is complete for all threads, and all have finished reading the other one
     if (tile + 1 < tiles.end) load_stage(tile + 1);
 
     const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
@@ -297,15 +297,15 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
     const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
     const Visibility sees = visibility_of<Visibility>(p, state);
     if constexpr (Visibility::kMayDecay) {
-      if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
+      if (tile > tiles.begin && tile == first_pairwise_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
     }
     if (kept == Kept::kNone) continue;
-    const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+    const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // recomputes bounds, to save registers
     const int last_row = first_row + kRowTiles * 16 - 1;
-    // One slab of 16 keys; masked: some may be invisible.
+    // Adds one slab of 16 keys. masked: some pairs may be invisible.
     const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
       constexpr bool kMasked = decltype(masked)::value;
-      const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of k; v's are kTileBytes further on
+      const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of k; those of v are kTileBytes further on
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       WeightsA<Math> derivatives[kRowTiles];
 #pragma unroll
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
     add_key_tile<Score, Visibility>(p, state, scratch, whole, tile, first_row, add_whole_tile, add_masked_tile);
   }
 
-  // Computed again, so that the main loop need not keep it in registers.
+  // Recomputed, so that the main loop does not hold it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head);
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d, StoreAsIs{});

@@ -1,17 +1,18 @@
-// Keys that fade (decay/decay.h) in the quadratic main loops: the pair of query i and key j has the factor
-// 2^fading(G_pos(i), G_j).
+// Decay (decay/decay.h) in the portable quadratic main loops. The pair of query i and key j has the factor 2^decay(G_pos(i),
+// G_j).
 //
-// A warp owns rows of one side and streams tiles of the other. Seen from its rows, a tile is far or near:
+// A warp owns rows of one side and streams tiles of the other. Seen from its rows, a tile is separable or pairwise:
 //
 //     keys        0 1 2 3|4 5 6 7|8 9 . .
-//     queries                ^ ^ ^ ^         far: no key of it is at or behind a query, so that a token of the rows, the reference,
-//                  far     near    near           is between them, and 2^fading(G_pos(i), G_ref) times 2^fading(G_ref, G_j),
-//                                                 neither above 1, is the factor: a number per row and a number per key
-//                                            near: the difference of the pair itself, which loses no digits where sums are large
+//     queries                ^ ^ ^ ^
+//                 separable pairwise pairwise
 //
-// What is near is taken pair by pair, and so is what is partly visible: masked tiles, which look at single pairs anyway.
+// Separable: all keys come before all queries, so that one token of the rows, the reference, lies between them. The factor is
+// then 2^decay(G_pos(i), G_ref) times 2^decay(G_ref, G_j), a number per row and a number per key, neither above 1.
+// Pairwise: the factor is computed from the difference of G of each pair, which stays accurate for large sums.
 //
-// Score policies say how a factor joins a pair (score.h): query_factor and key_factor of its logarithm, decay_row, fade.
+// Partly visible tiles, which mask single pairs anyway, are pairwise too. Score policies define how a factor joins a pair
+// (score.h): query_factor, key_factor, decay_row and apply_decay.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,7 +30,7 @@
 
 namespace fastmax {
 
-// G of the keys of a head. Tokens outside of the keys are as the nearest one: what they are part of has no weight.
+// G of the keys of a head. Positions outside the keys get the nearest key's G; their pairs have no weight.
 struct DecaySums {
   const AttentionParams& p;
   const float2* sums;
@@ -42,15 +43,15 @@ struct DecaySums {
   __device__ __forceinline__ float2 of_key(int key) const { return __ldg(sums + min(key, p.m - 1)); }
   __device__ __forceinline__ float2 of_query(int query) const { return __ldg(sums + position(query)); }
 
-  // Tiles of keys before this one are far from queries from `query` on.
+  // The first tile of keys that is pairwise to the queries from `query` on; the tiles before it are separable.
   template <int kStream>
-  __device__ __forceinline__ int near_tile(int query) const {
+  __device__ __forceinline__ int first_pairwise_tile(int query) const {
     return position(query) / kStream;
   }
 };
 
-// Shared memory behind a kernel's tiles, there where something fades: of each warp, a Factor for each token of a tile; of each thread
-// of a backward (kSumsPairs), its sums of pairs, which would fill registers of the loops of calls where nothing fades.
+// Shared memory after a kernel's tiles, in calls with decay. Each warp has a Factor for every token of a tile. Each thread of a
+// backward (kSumsPairs) has its pair sums, which in registers would slow down the loops of calls without decay.
 template <class TileOfKernel, class Factor, bool kSumsPairs>
 struct DecayScratch {
   using Tile = TileOfKernel;
@@ -64,7 +65,7 @@ struct DecayScratch {
 
   uint32_t base;
 
-  // Of token 0, where a tile's tokens are from begin on.
+  // Address of the factor of token 0, for a tile whose tokens begin at `begin`.
   __device__ __forceinline__ uint32_t factors(int begin) const {
     return base + threadIdx.x / kWarpSize * kWarpBytes - static_cast<uint32_t>(begin) * sizeof(Factor);
   }
@@ -72,7 +73,7 @@ struct DecayScratch {
     return base + kFactorBytes + ((i * 2 + half) * Tile::kThreads + threadIdx.x) * sizeof(float);
   }
 
-  // factor_of(token) of the tokens of a tile, for this warp, which has left the tile before.
+  // Stores factor_of(token) of the tile's tokens for this warp, which must have finished the previous tile.
   template <class FactorOf>
   __device__ __forceinline__ void fill(int begin, const FactorOf& factor_of) const {
 #pragma unroll
@@ -97,7 +98,7 @@ struct DecayScratch {
       ptx::store_shared_f32(sum(i / 2, i % 2), ptx::load_shared_f32(sum(i / 2, i % 2)) + x[i / 2][i % 2]);
     }
   }
-  // Sums of a warp's rows to global memory.
+  // Stores the pair sums of a warp's rows to global memory.
   template <class FinishRow>
   __device__ __forceinline__ void store_sums(float* dst, int warp_row, int row_end, const FinishRow& finish_row) const {
 #pragma unroll
@@ -109,17 +110,20 @@ struct DecayScratch {
   }
 };
 
-// Where keys, or queries, stream by in a backward.
+// Scratch of a backward that streams keys, or queries.
 template <class Tile>
 using KeyDecayScratch = DecayScratch<Tile, float, true>;
 template <class Tile>
 using QueryDecayScratch = DecayScratch<Tile, float4, true>;
 
-// What main loops take factors from: at(token), of the streamed tokens `token` and the next; then, of the first (e = 0) or second
-// of them and the row (i, half) of this lane, what joins the pair; row(), of a backward that owns keys, the score of a streamed query,
-// which the stage has at an address, with what it takes of the factor; pair(), weight and derivative of a pair. visit(f) calls f with
-// one that has them, or that has none. Sums of pairs (decay/decay.h) are those of a lane's rows. weight() and pair_of_centred() are for
-// pairs of warps: of x, or of the weight where it is the slope, and of the centred line.
+// Interface of decay factors in the main loops:
+//   visit(f)          calls f with an object that has the members below
+//   at(token)         data of the streamed tokens `token` and `token` + 1
+//   row(address, token)  score of a streamed query, in a backward that owns keys; `address` is its place in the stage
+//   factor, pair      factor, or weight and derivative, of streamed token e (0 or 1) with row (i, half) of this lane
+//   weight, pair_of_centred  the same for pairs of warps, from x (or the weight, if it is the slope) and the centred line
+//   add_flow          adds to the pair sums (decay/decay.h) of a lane's rows
+// NoDecay is for calls without decay.
 template <class Score>
 struct NoDecay {
   static constexpr bool kHasDecay = false;
@@ -145,7 +149,7 @@ struct NoDecay {
   __device__ __forceinline__ void finish_slab(const Scratch&) const {}
 };
 
-// Pairs with the key factors of Self.
+// Pair functions in terms of Self::factor.
 template <class Score, class Self>
 struct DecayPairs {
   static constexpr bool kHasDecay = true;
@@ -168,12 +172,13 @@ struct DecayPairs {
   __device__ __forceinline__ const Self& self() const { return static_cast<const Self&>(*this); }
 };
 
-// Of far tiles. kOwnsQueries: the rows' part is not here but in what the loop keeps of a row; else a streamed query's is in its score.
+// Factors in separable tiles. kOwnsQueries: the row's part is in the data that the loop holds per row; else a streamed query's
+// part is in its score.
 template <class Score, int kRowTiles, bool kOwnsQueries>
-struct FarDecay : DecayPairs<Score, FarDecay<Score, kRowTiles, kOwnsQueries>> {
+struct SeparableDecay : DecayPairs<Score, SeparableDecay<Score, kRowTiles, kOwnsQueries>> {
   struct None {};
   using Pair = std::conditional_t<kOwnsQueries, float2, None>;
-  uint32_t factors;  // of token 0; kOwnsQueries: of keys, else row scores
+  uint32_t factors;  // address of token 0; kOwnsQueries: factors of keys, else row scores
   float key_factor[kOwnsQueries ? 1 : kRowTiles][2];
   float flow[kRowTiles][2];
 
@@ -195,9 +200,9 @@ struct FarDecay : DecayPairs<Score, FarDecay<Score, kRowTiles, kOwnsQueries>> {
   __device__ __forceinline__ void finish_slab(const Scratch&) const {}
 };
 
-// Of near tiles: from differences of running sums.
+// Factors in pairwise tiles, from differences of running sums.
 template <class Score, int kRowTiles, bool kOwnsQueries>
-struct NearDecay : DecayPairs<Score, NearDecay<Score, kRowTiles, kOwnsQueries>> {
+struct PairwiseDecay : DecayPairs<Score, PairwiseDecay<Score, kRowTiles, kOwnsQueries>> {
   struct Pair {
     float2 first, second;
   };
@@ -214,7 +219,7 @@ struct NearDecay : DecayPairs<Score, NearDecay<Score, kRowTiles, kOwnsQueries>> 
     const float2& token = e == 0 ? at.first : at.second;
     return Score::key_factor(kOwnsQueries ? decay(rows[i][half], token) : decay(token, rows[i][half]));
   }
-  // A pair of a token with itself does not fade.
+  // A pair of a token with itself does not decay.
   __device__ __forceinline__ void add_flow(const DecayedPair& pair, int i, int half, int key, int query) {
     if (key != query + sums.p.causal_offset) flow[i][half] += pair.flow;
   }
@@ -224,14 +229,14 @@ struct NearDecay : DecayPairs<Score, NearDecay<Score, kRowTiles, kOwnsQueries>> 
   }
 };
 
-// Of masked tiles: the pairs' own factors, if anything fades. All of it is made where it is used: kept, it would take the registers
-// of calls where nothing fades. far: the tile is far, and rows count from the reference, that is the first row (of a loop that owns
-// queries).
+// Factors in masked tiles: pairwise, or none in calls without decay. Everything is computed where it is used; held in
+// registers, it would slow down calls without decay. separable: the rows of a loop that owns queries are relative to the
+// reference, the first row.
 template <class Score, int kRowTiles, bool kOwnsQueries>
 struct MaskedDecay {
   const AttentionParams& p;
   int state, warp_row;
-  bool far;
+  bool separable;
 
   template <class Function>
   __device__ __forceinline__ void visit(const Function& function) const {
@@ -240,29 +245,30 @@ struct MaskedDecay {
     } else {
       const DecaySums sums(p, static_cast<int>(ptx::keep_in_register(state)));
       const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));
-      NearDecay<Score, kRowTiles, kOwnsQueries> near{{}, sums, {}, {}};
+      PairwiseDecay<Score, kRowTiles, kOwnsQueries> pairwise{{}, sums, {}, {}};
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = first_row + (far ? 0 : i * 16 + half * 8 + lane_index() / 4);
-          near.rows[i][half] = kOwnsQueries ? sums.of_query(row) : sums.of_key(row);
+          const int row = first_row + (separable ? 0 : i * 16 + half * 8 + lane_index() / 4);
+          pairwise.rows[i][half] = kOwnsQueries ? sums.of_query(row) : sums.of_key(row);
         }
       }
-      function(near);
+      function(pairwise);
     }
   }
 };
 
-// The tile from which on keys are near to queries from `query` on; beyond all tiles where nothing fades.
+// The first tile of keys that is pairwise to the queries from `query` on; beyond all tiles without decay.
 template <int kStream>
-__device__ __forceinline__ int near_tile_of(const AttentionParams& p, int state, int query) {
+__device__ __forceinline__ int first_pairwise_tile_of(const AttentionParams& p, int state, int query) {
   const DecaySums sums(p, state);
-  return sums.has_decay() ? sums.near_tile<kStream>(query) : INT_MAX;
+  return sums.has_decay() ? sums.first_pairwise_tile<kStream>(query) : INT_MAX;
 }
 
-// Loads what a loop over keys keeps of its warp's queries, before its first tile: load(fade), where fade(row, query) is a row score
-// that counts from the first query while keys are far. They are loaded again, as they are, for near keys.
+// Loads the row scores of a warp's queries before its first tile, in a loop over keys: load(decay_row), where decay_row(row,
+// query) returns a score relative to the first query if that tile is separable. Before the first pairwise tile, scores are
+// reloaded without change (AsItIs).
 struct AsItIs {
   __device__ __forceinline__ float4 operator()(const float4& row, int) const { return row; }
 };
@@ -270,7 +276,7 @@ template <class Score, class Visibility, int kStream, class Load>
 __device__ __forceinline__ void load_query_rows(const AttentionParams& p, int state, int first_tile, int first_row, const Load& load) {
   if constexpr (Visibility::kMayDecay) {
     const DecaySums sums(p, state);
-    if (sums.has_decay() && first_tile < sums.near_tile<kStream>(first_row)) {
+    if (sums.has_decay() && first_tile < sums.first_pairwise_tile<kStream>(first_row)) {
       const float2 reference = sums.of_query(first_row);
       load([&](const float4& row, int query) {
         return Score::decay_row(row, Score::query_factor(decay(sums.of_query(query), reference)));
@@ -281,8 +287,9 @@ __device__ __forceinline__ void load_query_rows(const AttentionParams& p, int st
   load(AsItIs{});
 }
 
-// Adds a tile of keys to a warp's queries from first_row on, or of queries to its keys: calls add_whole(fading) where all pairs are
-// visible and far, or nothing fades, else add_masked(fading). row_scores: of the tile's queries, in shared memory.
+// Adds a tile of keys to a warp's queries from first_row on, or of queries to its keys. Calls add_whole(decay) if all pairs are
+// visible and the tile is separable or there is no decay; else add_masked(decay). row_scores: shared-memory address of the row
+// scores of the tile's queries.
 template <class Score, class Visibility, class Scratch, class AddWhole, class AddMasked>
 __device__ __forceinline__ void add_key_tile(const AttentionParams& p, int state, const Scratch& scratch, bool whole, int tile,
                                              int first_row, const AddWhole& add_whole, const AddMasked& add_masked) {
@@ -292,18 +299,18 @@ __device__ __forceinline__ void add_key_tile(const AttentionParams& p, int state
     else add_masked(NoDecay<Score>{});
   } else {
     const DecaySums sums(p, state);
-    const bool far = tile < near_tile_of<Tile::kStream>(p, state, first_row);
+    const bool separable = tile < first_pairwise_tile_of<Tile::kStream>(p, state, first_row);
     if (whole && !sums.has_decay()) {
       add_whole(NoDecay<Score>{});
-    } else if (whole && far) {
+    } else if (whole && separable) {
       const int begin = tile * Tile::kStream;
       const float2 reference = sums.of_query(first_row);
       scratch.fill(begin, [&](int key) { return Score::key_factor(decay(reference, sums.of_key(key))); });
-      FarDecay<Score, Tile::kRowTiles, true> factors{{}, scratch.factors(begin), {}, {}};
+      SeparableDecay<Score, Tile::kRowTiles, true> factors{{}, scratch.factors(begin), {}, {}};
       add_whole(factors);
       scratch.add_sums(factors.flow);
     } else {
-      add_masked(MaskedDecay<Score, Tile::kRowTiles, true>{p, state, first_row, far});
+      add_masked(MaskedDecay<Score, Tile::kRowTiles, true>{p, state, first_row, separable});
     }
   }
 }
@@ -326,7 +333,7 @@ __device__ __forceinline__ void add_query_tile(const AttentionParams& p, int sta
         const float4 row = ptx::load_shared_f32x4(row_scores + (query - begin) * sizeof(float4));
         return Score::decay_row(row, Score::query_factor(decay(sums.of_query(query), reference)));
       });
-      FarDecay<Score, Tile::kRowTiles, false> factors{{}, scratch.factors(begin), {}, {}};
+      SeparableDecay<Score, Tile::kRowTiles, false> factors{{}, scratch.factors(begin), {}, {}};
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
@@ -343,7 +350,7 @@ __device__ __forceinline__ void add_query_tile(const AttentionParams& p, int sta
   }
 }
 
-// Sums of pairs of a warp's rows, by their owner.
+// Store the pair sums of a warp's rows.
 template <class Score, class Scratch>
 __device__ __forceinline__ void store_sums_by_query(const BwdParams& p, const PairSums& sums, const Scratch& scratch, int batch,
                                                     int head, int warp_row) {

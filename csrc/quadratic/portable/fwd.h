@@ -1,10 +1,12 @@
-// Forward over tiles of scores: o_i = sum_j w_ij v_j / sum_j w_ij. FlashAttention-2's tiling (Dao 2023) for two score policies:
-// w = f(s) of Fastmax, which needs no running maximum and no rescaling, and w = exp(s) of softmax, which does (score.h).
+// Forward over tiles of scores: o_i = sum_j w_ij v_j / sum_j w_ij. It uses FlashAttention-2's tiling (Dao 2023) for two score
+// policies (score.h): w = f(s) of Fastmax, which needs no running maximum and no rescaling, and w = exp(s) of softmax, which
+// needs both.
 //
-// A block owns kRows queries of one head; Q stays in registers, K and V pass through a double-buffered cp.async ring. Each
-// warp works on slabs of 16 keys: scores in the accumulators, weights rounded to the operand type in place, times V.
+// A block owns kRows queries of one head. Q stays in registers; K and V pass through a double-buffered cp.async ring. Each warp
+// processes slabs of 16 keys: scores in accumulators, weights rounded to the operand type in place, then the product with V.
 //
-// Where keys fade (fading.h), sums over far keys count from the reference; they fade on to each row before it meets near keys.
+// With decay (decay.h), sums over separable tiles are relative to the reference token. They are multiplied by each row's own
+// factor before the row's first pairwise tile.
 #pragma once
 
 #include <type_traits>
@@ -33,10 +35,10 @@ struct QuadraticFwd {
   FragmentA<Math> q[kRowTiles][kDepth];
   float o[kRowTiles][kOutputCols / 8][4] = {};
   float z[kRowTiles][2] = {};  // this lane's part of the row sums
-  float reference[Score::kFollowsRowMax ? kRowTiles : 1][2];  // of rows
+  float reference[Score::kFollowsRowMax ? kRowTiles : 1][2];  // softmax: weights of a row are relative to 2^reference
 
-  // Where scores exceed a row's reference by too much: the row's maximum becomes the reference, and the sums follow. Rare, so the
-  // lanes first vote, each about its own scores.
+  // If scores exceed the reference of a row by too much, makes the row's maximum the reference and rescales its sums. This is
+  // rare, so the lanes first vote, each on its own scores.
   __device__ __forceinline__ void raise_references(const Score& score, const float (&s)[kRowTiles][2][4]) {
     float largest[kRowTiles][2];
     bool exceeds = false;
@@ -64,7 +66,7 @@ struct QuadraticFwd {
     }
   }
 
-  // After the last far tile: what was summed so far counts from the first row; from here on, from each row.
+  // Called after the last separable tile. Rescales the sums from the reference token, the first row's, to each row's own token.
   __device__ __forceinline__ void decay_on(const DecaySums& sums, int warp_row) {
     const int g = threadIdx.x % kWarpSize / 4;
 #pragma unroll
@@ -84,7 +86,7 @@ struct QuadraticFwd {
     }
   }
 
-  // Adds the 16 keys from key on, which are at k_slab and v_slab. kept: a bit for each of them.
+  // Adds the 16 keys from `key` on, whose rows are at k_slab and v_slab. kept: one bit per key, set if it is unmasked.
   template <bool kMasked, class MaybeDecay>
   __device__ __forceinline__ void add_slab(const Visibility& sees, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
                                            int warp_row, uint32_t kept, MaybeDecay& maybe_decay) {
@@ -113,7 +115,7 @@ struct QuadraticFwd {
     };
     if constexpr (Score::kFollowsRowMax) {
       maybe_decay.visit(apply_decay);
-      if constexpr (kMasked) {  // hidden keys must not raise a reference
+      if constexpr (kMasked) {  // invisible keys must not raise a reference
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -158,7 +160,7 @@ struct QuadraticFwd {
     accumulate_slab<Math, kOutputCols>(o, w, v_slab);
   }
 
-  // Adds one stage of keys, those from key_begin on. k_base and v_base: the stage's tiles plus this lane's offsets.
+  // Adds one stage of keys, from key_begin on. k_base and v_base: addresses of the stage's tiles plus this lane's offsets.
   template <bool kMasked, class Decay>
   __device__ __forceinline__ void add_tile(const Visibility& sees, const Score& score, uint32_t k_base, uint32_t v_base,
                                            int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys, Decay& decay) {
@@ -183,8 +185,8 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   extern __shared__ __align__(128) char shared[];
   const uint32_t ring = ptx::smem_address(shared);
 
-  // Blocks of one head are neighbours (its keys stay in L2), the longest first, and the column parts of a row block next to
-  // each other.
+  // Blocks of one head are neighbours, so that its keys stay in L2. The longest blocks come first, and the column parts of a
+  // row block are next to each other.
   const int blocks_per_head = row_blocks * Tile::kColumnParts;
   const int block_in_head = static_cast<int>(blockIdx.x) % blocks_per_head;
   const int block_row = (row_blocks - 1 - block_in_head / Tile::kColumnParts) * Tile::kRows;
@@ -231,13 +233,13 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   const uint32_t v_lane = ptx::keep_in_register(lane_offset_b_kn<Math, Tile::kOutputCols>()) + Tile::kTileBytes;
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the stage is complete for all threads, and all are done with the other one
+    __syncthreads();  // the stage is complete for all threads, and all have finished reading the other one
     if (tile + 1 < tiles.end) load_stage(tile + 1);
 
     const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
     const int key_begin = tile * Tile::kStream;
     const Kept kept = kept_keys.tile<Tile::kStream>(key_begin);
-    const int row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+    const int row = static_cast<int>(ptx::keep_in_register(warp_row));  // recomputes bounds, to save registers
     const Visibility sees = visibility_of<Visibility>(p, kv_state);
     const auto add_whole_tile = [&](auto&& decay) {
       state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, decay);
@@ -250,11 +252,11 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
     if (kept != Kept::kNone) add_key_tile<Score, Visibility>(p, kv_state, scratch, whole, tile, row, add_whole_tile, add_masked_tile);
     if constexpr (Visibility::kMayDecay) {
       const DecaySums sums(p, sees.state);
-      if (sums.has_decay() && tile + 1 == min(sums.template near_tile<Tile::kStream>(row), tiles.end)) state.decay_on(sums, row);
+      if (sums.has_decay() && tile + 1 == min(sums.template first_pairwise_tile<Tile::kStream>(row), tiles.end)) state.decay_on(sums, row);
     }
   }
 
-  // Computed again, so that the main loop need not keep it in registers.
+  // Recomputed, so that the main loop does not hold it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / blocks_per_head);
   Element* o = head_of<Element>(p.o, p.o_stride, out.batch, out.head) + first_col;
   const Element* noise = p.noise == nullptr ? nullptr : head_of<Element>(p.noise, p.noise_stride, out.batch, out.head) + first_col;

@@ -1,14 +1,15 @@
-// Backward over tiles of scores on Hopper, for two score policies (score.h): the sums of quadratic/portable/bwd.h, with wgmma on tiles that
-// the copy engine brings. Two kernels, as there: one owns keys and streams queries (grad_k, grad_v), one owns queries and streams keys
-// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls that are large enough have one kernel in place of
-// both (fused_bwd_plan.h says which, and at which head dims).
+// Backward over tiles of scores on Hopper, for both score policies (score.h). It computes what quadratic/portable/bwd.h
+// computes, with wgmma on tiles that the copy engine loads. There are two kernels: one owns keys and streams queries (grad_k,
+// grad_v), the other owns queries and streams keys (grad_q). Scores are computed twice, and every sum has one owner and a fixed
+// order. Calls that are large enough run the fused backward instead (fused_bwd_plan.h).
 //
-// In both a consumer, a warpgroup, owns 64 rows X and Y (keys and values; or queries and grad_o) and streams tiles A and B (queries
-// and grad_o; or keys and values) of the other side through a ring that the producer, a warp of the last warpgroup, fills:
-//   S = X A^T, D = Y B^T   (64 rows x kStream columns)    P, dS = weights and derivatives by the scores
-//   dX += dS A,  dY += P B (of keys)
-// Rows of all four products are the owner's, so that P and dS go from accumulators to operands within a thread. Where registers allow
-// (kPipelined), S and D of the next tile are in the tensor core together with dX and dY of this one, as in fwd.h.
+// A consumer is a warpgroup that owns 64 rows X and Y (keys and values, or queries and grad_o). It streams tiles A and B of the
+// other side (queries and grad_o, or keys and values) through a ring that the producer, a warp of the last warpgroup, fills:
+//   S = X A^T, D = Y B^T   (64 rows x kStream columns)    P, dS = weights and derivatives from the scores
+//   dX += dS A,  dY += P B (keys only)
+// The rows of all four products belong to the owner, so P and dS go from accumulators to operands within a thread. If registers
+// allow (kPipelined), the tensor core computes S and D of the next tile at the same time as dX and dY of the current one, as in
+// fwd.h.
 #pragma once
 
 #include <algorithm>
@@ -35,41 +36,42 @@
 
 namespace fastmax {
 
-// Row scores of a head: so many, zeros behind the last query, that every tile of queries has its own.
+// Number of row scores per head. Zeros pad it to whole tiles of queries.
 inline int row_scores_per_head(const Problem& p) { return (p.n + 127) / 128 * 128; }
 
 template <class Visibility, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdSm90Tile {
-  // Queries of head_dim 32 take so few registers that three consumers fit, which hide each other's waits better than two with larger
-  // tiles; keys take a few too many.
+  // Rows of queries at head_dim 32 take few enough registers for three consumers, which hide each other's waits better than two
+  // with larger tiles. Rows of keys take a few registers too many.
   static constexpr bool kNarrow = kHeadDim <= 32 && !kHasDecay<Visibility>;
   static constexpr int kConsumers = kNarrow && !kOwnsKeys ? 3 : 2;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kRows = 64;  // of a consumer
+  static constexpr int kRows = 64;  // per consumer
   static constexpr int kBlockRows = kConsumers * kRows;
-  // Registers: sums take kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
-  // kHeadDim / 4 each where they are kept in registers. 64 x 64 products of two operands in shared memory take all of its bandwidth.
-  // What fades takes registers as well.
+  // Registers: sums kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
+  // kHeadDim / 4 each if they are in registers. Decay takes registers too. Products of 64 x 64 with both operands in shared
+  // memory use all of its bandwidth.
   static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kHasDecay<Visibility> ? 128 : 64;
   static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kHasDecay<Visibility>;
   static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
-  static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
+  static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // per consumer; 2: the next rows load early
 
   using RowTile = SwizzledTile<kRows, kHeadDim>;
   using StreamTile = SwizzledTile<kStream, kHeadDim>;
 
   static constexpr int kThreads = (kConsumers + 1) * 128;
-  // Behind A and B: row scores; where keys fade with their factors, or factors of keys.
+  // A stage holds A, B and the data of its columns: row scores of queries, multiplied by decay factors if there is decay; for
+  // keys only decay factors.
   using Column = std::conditional_t<kOwnsKeys, float4, float>;
   static constexpr int kScoreBytes = kHasDecay<Visibility> ? kDecayTileBytes<Column, kStream>
                                      : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
                                                         : 0;
   static constexpr int kStageBytes =
       2 * StreamTile::kBytes + (kScoreBytes + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
-  static constexpr int kRowsAt = kStages * kStageBytes;  // offsets in shared memory
+  static constexpr int kRowsAt = kStages * kStageBytes;  // from here on: offsets in shared memory
   static constexpr int kBarriers = kRowsAt + kRowBuffers * kConsumers * 2 * RowTile::kBytes;
   static constexpr int kRowBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   static constexpr int kEnd = kRowBarriers + kConsumers * Ring<kRowBuffers>::kBarrierBytes;
@@ -80,11 +82,11 @@ struct QuadraticBwdSm90Tile {
 };
 
 struct QuadraticBwdMaps {
-  CUtensorMap x, y, a, b;  // as above
-  CUtensorMap dx, dy;      // of kernels that store by the copy engine
+  CUtensorMap x, y, a, b;  // operands as above
+  CUtensorMap dx, dy;      // results, for kernels that store with the copy engine
 };
 
-// The rows of a consumer, as accumulators hold them (wgmma.h).
+// State of a consumer's rows, in the layout of accumulators (wgmma.h).
 template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdRows {
   using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
@@ -99,8 +101,8 @@ struct QuadraticBwdRows {
   float s[kStream / 2];  // scores, then weights
   float d[kStream / 2];  // grad_o . v, then derivatives
   uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
-  float4 row_scores[kOwnsKeys ? 1 : 2];  // of queries that are rows
-  float flow[kHasDecay<Visibility> ? 2 : 1];  // this lane's part of the rows' sums of pairs (decay/decay.h)
+  float4 row_scores[kOwnsKeys ? 1 : 2];  // of rows that are queries
+  float flow[kHasDecay<Visibility> ? 2 : 1];  // this lane's part of the rows' pair sums (decay/decay.h)
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -111,7 +113,7 @@ struct QuadraticBwdRows {
     for (float& sum : flow) sum = 0.f;
   }
 
-  // X and Y, or one of them, as A operands in registers.
+  // Loads X and Y as A operands, if they are held in registers.
   __device__ __forceinline__ void load_operands(uint32_t x_tile, int warp, int lane) {
     if constexpr (Tile::kXInRegisters) load_fragments(x, x_tile, warp, lane);
     if constexpr (Tile::kYInRegisters) load_fragments(y, x_tile + RowTile::kBytes, warp, lane);
@@ -148,8 +150,9 @@ struct QuadraticBwdRows {
     if constexpr (kOwnsKeys) keep(dy);
   }
 
-  // S and D of a tile, whose first token is `begin`, to P and dS. visible: as visible_keys or visible_queries fills it. stage: of what
-  // columns bring with them. lane_row: the first row of this lane. streamed: row scores of the head that is streamed.
+  // Converts S and D of the tile that begins at token `begin` to P and dS. visible: bits of visible_keys or visible_queries.
+  // stage: address of the stage, for the data of its columns. lane_row: first row of this lane. streamed: row scores of the
+  // streamed head.
   template <bool kMasked, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
                                                 int lane_row, int causal_offset, const float4* streamed) {
@@ -165,7 +168,7 @@ struct QuadraticBwdRows {
   }
 
  private:
-  // kTakesPairs: the factor of each pair by itself.
+  // kTakesPairs: whether each pair has a decay factor of its own.
   template <bool kMasked, bool kTakesPairs, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Decay& decay,
                                                 int begin, int lane_row, int causal_offset, const float4* streamed) {
@@ -212,7 +215,7 @@ struct QuadraticBwdRows {
             factor = e % 2 == 0 ? keys.x : keys.y;
           }
           const DecayedPair decayed = Score::decayed(row, s[i], d[i], factor);
-          // A pair of a token with itself does not fade; there is none in a whole tile.
+          // A pair of a token with itself does not decay. Whole tiles have none.
           const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
           const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
           flow[e / 2] += counts && !itself ? decayed.flow : 0.f;
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
-  // Of a consumer: buffers for X and Y, which are released as soon as no product needs them.
+  // The ring of a consumer's buffers for X and Y, which are released as soon as no product needs them.
   const auto row_ring = [&](int i) {
     return Ring<Tile::kRowBuffers>(base + Tile::kRowBarriers + i * Ring<Tile::kRowBuffers>::kBarrierBytes);
   };
@@ -287,89 +290,90 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
   __syncthreads();
   ptx::wait_for_earlier_kernels();
 
-  // Rows of an item: `head` of its own side. Of the other side it reads heads_streamed heads from first_head on. group: query heads
-  // of a key/value head.
-  struct Item {
+  // Rows of a work tile and their head; first_head: first of the heads_streamed heads of the other side that they read. group:
+  // query heads per key/value head.
+  struct WorkTileInfo {
     int row, batch, head, first_head;
   };
   const int heads_streamed = kOwnsKeys ? group : 1;
-  const auto place = [&](const WorkItem& item) {
-    const int heads = kOwnsKeys ? p.hk : p.h, head = item.head % heads;
-    return Item{item.row_block * Tile::kBlockRows, item.head / heads, head, kOwnsKeys ? head * group : head / group};
+  const auto info_of = [&](const WorkTile& work_tile) {
+    const int heads = kOwnsKeys ? p.hk : p.h, head = work_tile.head % heads;
+    return WorkTileInfo{work_tile.row_block * Tile::kBlockRows, work_tile.head / heads, head, kOwnsKeys ? head * group : head / group};
   };
   const int rows = kOwnsKeys ? p.m : p.n;
-  const auto visibility = [&](const Item& item) {
-    return Visibility(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head));
+  const auto visibility = [&](const WorkTileInfo& work_tile) {
+    return Visibility(p, work_tile.batch * p.hk + (kOwnsKeys ? work_tile.head : work_tile.first_head));
   };
-  // Tiles that the `count` rows from `row` on see, of those in `block`.
-  const auto tiles_of = [&](const Item& item, int row, int count, Range block) {
+  // Tiles of `block` that the `count` rows from `row` on see.
+  const auto tiles_of = [&](const WorkTileInfo& work_tile, int row, int count, Range block) {
     const int last = min(row + count, rows) - 1;
     if constexpr (kOwnsKeys) {
-      return walk_over_queries<Tile::kStream>(visibility(item), row, last, block);
+      return query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
     } else {
-      return walk_over_keys<Tile::kStream>(visibility(item), kept, item.batch, row, last, block);
+      return key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
     }
   };
-  const auto tiles_of_block = [&](const Item& item) { return tiles_of(item, item.row, Tile::kBlockRows, kAllTiles).seen; };
+  const auto tiles_of_block = [&](const WorkTileInfo& work_tile) { return tiles_of(work_tile, work_tile.row, Tile::kBlockRows, kAllTiles).seen; };
 
   if (consumer == Tile::kConsumers) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
-    if (warp == 4 * Tile::kConsumers && lane == 0) {  // A and B, with row scores
+    if (warp == 4 * Tile::kConsumers && lane == 0) {  // producer of A and B, with row scores
       RingPosition at;
-      for (WorkWalk walk(order); !walk.done(); walk.next()) {
-        const Item item = place(walk.item());
-        const Range tiles = tiles_of_block(item);
+      for (WorkTileLoop loop(order); !loop.done(); loop.next()) {
+        const WorkTileInfo work_tile = info_of(loop.work_tile());
+        const Range tiles = tiles_of_block(work_tile);
         for (int i = 0; i < heads_streamed; ++i) {
-          const int head = item.first_head + i;
-          // Partly visible tiles first: from the first one up, or from the last one down.
+          const int head = work_tile.first_head + i;
+          // Partly visible tiles first: upwards for queries, downwards for keys.
           for (int tile = kOwnsKeys ? tiles.begin : tiles.end - 1; kOwnsKeys ? tile < tiles.end : tile >= tiles.begin;
                tile += kOwnsKeys ? 1 : -1) {
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
             ring.expect(at, 2 * StreamTile::kBytes + Tile::kScoreBytes);
-            StreamTile::load(stage, maps.a, ring.full(at), token, head, item.batch);
-            StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, item.batch);
+            StreamTile::load(stage, maps.a, ring.full(at), token, head, work_tile.batch);
+            StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, work_tile.batch);
             if constexpr (kHasDecay<Visibility>) {
               const int tokens = kOwnsKeys ? p.n : p.m, heads = kOwnsKeys ? p.h : p.hk;
-              const int64_t of_head = (static_cast<int64_t>(item.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
+              const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
               ptx::bulk_load(stage + 2 * StreamTile::kBytes, decay_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
                              ring.full(at));
             } else if constexpr (kOwnsKeys) {
-              const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + head) * rows_per_head;
+              const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * p.h + head) * rows_per_head;
               ptx::bulk_load(stage + 2 * StreamTile::kBytes, row_scores + of_head + token, Tile::kScoreBytes, ring.full(at));
             }
             at.advance<Tile::kStages>();
           }
         }
       }
-    } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // X and Y, as soon as a consumer has room for them
+    } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // producer of X and Y, once a consumer has a free buffer
       RingPosition at;
-      for (WorkWalk walk(order); !walk.done(); walk.next(), at.advance<Tile::kRowBuffers>()) {
-        const Item item = place(walk.item());
+      for (WorkTileLoop loop(order); !loop.done(); loop.next(), at.advance<Tile::kRowBuffers>()) {
+        const WorkTileInfo work_tile = info_of(loop.work_tile());
         for (int i = 0; i < Tile::kConsumers; ++i) {
           const Ring<Tile::kRowBuffers> buffers = row_ring(i);
           const uint32_t tile = row_tile(i, at);
           buffers.wait_until_empty(at);
           buffers.expect(at, 2 * RowTile::kBytes);
-          RowTile::load(tile, maps.x, buffers.full(at), item.row + i * Tile::kRows, item.head, item.batch);
-          RowTile::load(tile + RowTile::kBytes, maps.y, buffers.full(at), item.row + i * Tile::kRows, item.head, item.batch);
+          RowTile::load(tile, maps.x, buffers.full(at), work_tile.row + i * Tile::kRows, work_tile.head, work_tile.batch);
+          RowTile::load(tile + RowTile::kBytes, maps.y, buffers.full(at), work_tile.row + i * Tile::kRows, work_tile.head, work_tile.batch);
         }
       }
     }
   } else {
     ptx::more_registers<Tile::kConsumerRegisters>();
     const int warp_in_group = warp % 4, t = lane % 4;
-    RingPosition at, buffer;  // of A and B, and of this consumer's rows
-    for (WorkWalk walk(order); !walk.done(); walk.next()) {
-      const Item item = place(walk.item());
-      const Range block_tiles = tiles_of_block(item);
-      const int row = item.row + consumer * Tile::kRows;           // of the warpgroup
-      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
+    RingPosition at, buffer;  // positions of A and B, and of this consumer's rows
+    for (WorkTileLoop loop(order); !loop.done(); loop.next()) {
+      const WorkTileInfo work_tile = info_of(loop.work_tile());
+      const Range block_tiles = tiles_of_block(work_tile);
+      const int row = work_tile.row + consumer * Tile::kRows;           // first row of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and lane_row + 8
       TileRanges tiles{{0, 0}, {0, 0}};
-      if (row < rows) tiles = tiles_of(item, row, Tile::kRows, block_tiles);
-      // The block's tiles, in the order of the walk: some that only other consumers see, then those that this one sees, then others.
-      // Of those that it sees: partly visible ones up to `masked`, wholly visible ones up to `whole`, partly visible ones again.
+      if (row < rows) tiles = tiles_of(work_tile, row, Tile::kRows, block_tiles);
+      // The tiles of the block, in the order of the loop: tiles that only other consumers see (`before`), tiles that this
+      // consumer sees, then others. The seen tiles: partly visible ones below index `masked`, wholly visible ones below
+      // `whole`, partly visible ones up to `seen`.
       const int in_block = warp_uniform(max(block_tiles.end - block_tiles.begin, 0));
       const int seen = warp_uniform(max(tiles.seen.end - tiles.seen.begin, 0));
       const int before = warp_uniform(kOwnsKeys ? tiles.seen.begin - block_tiles.begin : block_tiles.end - tiles.seen.end);
@@ -390,7 +394,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
       const uint32_t x_tile = row_tile(consumer, buffer);
       sums.load_operands(x_tile, warp_in_group, lane);
       if constexpr (!kOwnsKeys) {
-        const float4* of_head = row_scores + (static_cast<int64_t>(item.batch) * p.h + item.head) * rows_per_head;
+        const float4* of_head = row_scores + (static_cast<int64_t>(work_tile.batch) * p.h + work_tile.head) * rows_per_head;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int query = lane_row + 8 * half;
@@ -401,32 +405,33 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
       const auto stage_of = [&](RingPosition at) { return base + at.stage * Tile::kStageBytes; };
       auto decay = [&] {
         if constexpr (kHasDecay<Visibility>) {
-          return TileDecay<Score, kOwnsKeys, Tile::kStream>(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head), lane_row);
+          return TileDecay<Score, kOwnsKeys, Tile::kStream>(p, work_tile.batch * p.hk + (kOwnsKeys ? work_tile.head : work_tile.first_head), lane_row);
         } else {
           return NoTileDecay();
         }
       }();
       uint32_t visible[2][Tile::kStream / 32];
-      // S and D of the i-th tile of a head, in the stage, to P and dS.
+      // Converts S and D of the i-th tile of a head, which is in the stage, to P and dS.
       int head_streamed = 0;
       const auto differentiate = [&](auto is_masked, int i, RingPosition at) {
         constexpr bool kMasked = decltype(is_masked)::value;
         if constexpr (kMasked) {
           if constexpr (kOwnsKeys) {
-            visible_queries(visible, visibility(item), first + i, lane_row, t);
+            visible_queries(visible, visibility(work_tile), first + i, lane_row, t);
           } else {
-            visible_keys(visible, visibility(item), kept, item.batch, first - i, lane_row, t);
+            visible_keys(visible, visibility(work_tile), kept, work_tile.batch, first - i, lane_row, t);
           }
         }
         const float4* streamed = nullptr;
         if constexpr (kOwnsKeys && kHasDecay<Visibility>) {
-          streamed = row_scores + (static_cast<int64_t>(item.batch) * p.h + item.first_head + head_streamed) * rows_per_head;
+          streamed = row_scores + (static_cast<int64_t>(work_tile.batch) * p.h + work_tile.first_head + head_streamed) * rows_per_head;
         }
         sums.template differentiate<kMasked>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
                                              p.causal_offset, streamed);
       };
 
-      // With nothing else in flight: to P and dS of the tile in the current stage, which is the i-th of its head; and these to the sums.
+      // Without overlap: `visit` computes P and dS of the current stage, the i-th tile of its head, and add_tile adds it to the
+      // sums.
       const auto visit = [&](auto is_masked, int i) {
         ring.wait_until_full(at);
         wgmma_fence();
@@ -451,12 +456,12 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
 
       const auto release_rows = [&](bool condition = true) { row_ring(consumer).release(buffer, lane, condition); };
       if (seen == 0) {
-        ptx::fence_proxy_async();  // no product takes the rows that were loaded (pipeline.h)
+        ptx::fence_proxy_async();  // no product reads the rows that were loaded (pipeline.h)
         release_rows();
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
         int i = 0;
-        // From P and dS of a tile to those of the next one, which is the i-th of its head.
+        // Starts with P and dS of the current tile and ends with those of the next, the i-th tile of its head.
         const auto step = [&](auto is_masked) {
           constexpr bool kMasked = decltype(is_masked)::value;
           RingPosition next = at;
@@ -488,7 +493,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           i = 1;
         };
         if constexpr (Visibility::kBoundsBothSides) {
-          // A head for itself: tables let other consumers see any number of tiles that this one skips, for which the ring has to turn.
+          // Each head by itself: with tables this consumer may skip any number of tiles that others see, and the ring has to
+          // turn meanwhile.
           for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
             start();
             while (i < masked) step(std::true_type());
@@ -537,15 +543,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           const int own = lane_row + 8 * half;
           const float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale();
           if (of_head != nullptr && t == 0 && own < rows) {
-            of_head[(static_cast<int64_t>(item.batch) * heads + item.head) * rows + own] =
-                !kOwnsKeys || kept.keeps(item.batch, own) ? sum : 0.f;
+            of_head[(static_cast<int64_t>(work_tile.batch) * heads + work_tile.head) * rows + own] =
+                !kOwnsKeys || kept.keeps(work_tile.batch, own) ? sum : 0.f;
           }
         }
       }
-      if constexpr (kOwnsKeys) {  // a dropped key has no weight in any row
+      if constexpr (kOwnsKeys) {  // a masked key has no weight in any row
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const bool keeps = kept.keeps(item.batch, lane_row + 8 * half);
+          const bool keeps = kept.keeps(work_tile.batch, lane_row + 8 * half);
 #pragma unroll
           for (int j = 0; j < kHeadDim / 8; ++j) {
 #pragma unroll
@@ -556,19 +562,19 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             }
           }
         }
-        store_accumulator_rows<Math>(head_of<Element>(p.grad_v, p.grad_v_stride, item.batch, item.head), p.grad_v_stride.token, lane_row,
+        store_accumulator_rows<Math>(head_of<Element>(p.grad_v, p.grad_v_stride, work_tile.batch, work_tile.head), p.grad_v_stride.token, lane_row,
                                      rows, p.dv, sums.dy, 1.f, 1.f);
       }
       const Stride& stride = kOwnsKeys ? p.grad_k_stride : p.grad_q_stride;
-      store_accumulator_rows<Math>(head_of<Element>(kOwnsKeys ? p.grad_k : p.grad_q, stride, item.batch, item.head), stride.token, lane_row,
+      store_accumulator_rows<Math>(head_of<Element>(kOwnsKeys ? p.grad_k : p.grad_q, stride, work_tile.batch, work_tile.head), stride.token, lane_row,
                                    rows, p.d, sums.dx, 1.f, 1.f);
       buffer.template advance<Tile::kRowBuffers>();
     }
   }
 }
 
-// In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys, tables
-// of bounds, and where keys fade what decay/decay.h takes.
+// Offsets in the workspace, after the row scores: a copy of grad_o (if noise multiplies it or no tensor map can express its
+// strides), bits of the padding mask, tables of bounds, and the data of decay/decay.h.
 struct QuadraticBwdSm90Workspace {
   size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, key_factors, decayed_row_scores, bytes;
   bool copies_grad_o;
@@ -601,7 +607,7 @@ struct LaunchQuadraticBwdSm90 {
     launch_row_scores<Score, Element, kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
     const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
     PairSums sums{};
-    uint8_t* columns[2] = {};  // what fades, of keys and of queries
+    uint8_t* columns[2] = {};  // decay factors of keys; decayed row scores of queries
     if constexpr (kHasDecay<Visibility>) {
       columns[0] = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
       columns[1] = reinterpret_cast<uint8_t*>(workspace + at.decayed_row_scores);
@@ -626,7 +632,7 @@ struct LaunchQuadraticBwdSm90 {
     if (kHasDecay<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
-  // rows: of a head that blocks own.
+  // rows: rows per head on the owner's side.
   template <class Math, int kHeadDim, bool kOwnsKeys>
   static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
                          const TokenTensor& b, const KeptWords& kept,
@@ -641,7 +647,7 @@ struct LaunchQuadraticBwdSm90 {
     const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,
                                           p.causal && !p.window, !kOwnsKeys);
     launch_waiting_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,
-                          grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept,
+                          grid_1d(std::min(order.work_tiles(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept,
                           row_scores, row_scores_per_head(p), p.h / p.hk, order, sums, decay_columns);
   }
 };

@@ -1,10 +1,11 @@
-// Keys that fade (decay/decay.h) in Hopper's main loops: the pair of query i and key j has the factor 2^fading(G_pos(i), G_j).
+// Decay (decay/decay.h) in the main loops of Hopper. The pair of query i and key j has the factor 2^decay(G_pos(i), G_j).
 //
-// A tile of columns has a token that its columns count from, the last key of a tile of keys, the first query of a tile of queries: the
-// factor is a number per row times a number per column (for softmax a sum of exponents). Those of columns are made once for all blocks
-// and come with the tile; a query as a column has it in its row score. Neither is above 1 where all keys of the tile are before all
-// queries that look at it, and none above 2^kMostSpan where the tile as a whole fades by no more. What else is partly visible takes the
-// difference of each pair, which loses no digits where sums are large.
+// Each tile of columns has a reference token: the last key of a tile of keys, the first query of a tile of queries. A pair's
+// factor is then a factor of the row times a factor of the column (softmax: a sum of exponents). The factors of the columns are
+// computed once for all blocks and are loaded with the tile; a query as a column has its factor in its row score. If all keys
+// of the tile come before all queries that see it, no factor exceeds 1. If the tile as a whole decays by no more than
+// kMostSpan, no factor exceeds 2^kMostSpan. Other partly visible tiles take the difference of G for each pair, which stays
+// accurate for large sums.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +18,7 @@
 
 namespace fastmax {
 
-// What tables say, and keys fade.
+// Visible ranges from tables, with decay.
 struct DecayVisibility : TableVisibility {
   static constexpr bool kHasDecay = true;
   using TableVisibility::TableVisibility;
@@ -26,20 +27,22 @@ struct DecayVisibility : TableVisibility {
 template <class Visibility>
 inline constexpr bool kHasDecay = std::is_same_v<Visibility, DecayVisibility>;
 
+// Largest decay within a partly visible tile, in units of log 2, up to which it uses factors of rows and columns.
 inline constexpr float kMostSpan = 48.f;
 
-// What all columns of a tile share, behind their numbers.
+// Shared by all columns of a tile; stored after the columns.
 struct TileReference {
-  float2 sum;  // G of the token that columns count from
-  float span;  // log2 of what is left of the first token at the last one, negated
+  float2 sum;  // G of the reference token
+  float span;  // decay from the first to the last token of the tile, in units of log 2, >= 0
   float unused;
 };
 
-// In memory: a tile of columns behind the other, each with its TileReference; of all key/value heads, or of queries of all heads.
+// Bytes of a tile of columns with its TileReference. Tiles are contiguous in memory: of all key/value heads, or of the queries
+// of all heads.
 template <class Column, int kTile>
 inline constexpr int kDecayTileBytes = kTile * static_cast<int>(sizeof(Column)) + static_cast<int>(sizeof(TileReference));
 
-// Tokens outside are as the nearest one: what they are part of has no weight.
+// Return G of a token. Positions outside the sequence get the nearest token's G; their pairs have no weight.
 __device__ __forceinline__ float2 decay_sum_of_key(const AttentionParams& p, int state, int key) {
   return ptx::load_global_here(p.decay_sums + static_cast<int64_t>(state) * p.m + max(0, min(key, p.m - 1)));
 }
@@ -47,8 +50,8 @@ __device__ __forceinline__ float2 decay_sum_of_query(const AttentionParams& p, i
   return decay_sum_of_key(p, state, query + p.causal_offset);
 }
 
-// A block per tile and head, a thread per column. kOfKeys: factors of keys, heads are those of keys; else row scores of queries with
-// their factors, from row_scores (b, h, rows_per_head).
+// One block per tile and head, one thread per column. kOfKeys: factors of keys, with the tiles of key/value heads; else row
+// scores (b, h, rows_per_head) of queries multiplied by their factors.
 template <class Score, bool kOfKeys, int kTile>
 __global__ void __launch_bounds__(kTile) decay_columns_kernel(const AttentionParams p, const int tiles, const float4* row_scores,
                                                                const int rows_per_head, uint8_t* result) {
@@ -82,7 +85,7 @@ void fill_key_factors(const AttentionParams& p, void* result, cudaStream_t strea
                 static_cast<const float4*>(nullptr), 0, static_cast<uint8_t*>(result));
 }
 
-inline constexpr int kDecayQueries = 64;  // of a tile
+inline constexpr int kDecayQueries = 64;  // queries per tile
 inline size_t decayed_row_score_bytes(const Problem& p) {
   return static_cast<size_t>(p.b) * p.h * ((p.n + kDecayQueries - 1) / kDecayQueries) * kDecayTileBytes<float4, kDecayQueries>;
 }
@@ -93,21 +96,22 @@ void decay_row_scores(const AttentionParams& p, const float4* row_scores, int ro
                 0, stream, p, tiles, row_scores, rows_per_head, static_cast<uint8_t*>(result));
 }
 
-// For loops where nothing fades.
+// In place of TileDecay in calls without decay.
 struct NoTileDecay {
   template <bool kMasked>
   __device__ __forceinline__ void start(uint32_t) {}
 };
 
-// kOwnsKeys: rows are keys, columns queries; else the other way round. Rows are `row` and row + 8 of this lane. kTile: columns.
+// Factors of this lane's rows, `row` and row + 8. kOwnsKeys: rows are keys and columns are queries; else rows are queries.
+// kTile: columns per tile.
 template <class Score, bool kOwnsKeys, int kTile>
 struct TileDecay {
   using Column = std::conditional_t<kOwnsKeys, float4, float>;
   const AttentionParams& p;
-  int state;
-  float2 rows[2];     // G
-  float of_rows[2];   // their factors, of a tile
-  bool takes_pairs;   // of a masked tile
+  int state;  // key/value head over the whole batch
+  float2 rows[2];     // G of the rows
+  float of_rows[2];   // factors of the rows in the current tile
+  bool takes_pairs;   // whether the current tile needs a factor per pair
 
   __device__ __forceinline__ TileDecay(const AttentionParams& p, int state, int row) : p(p), state(state) {
 #pragma unroll
@@ -116,7 +120,7 @@ struct TileDecay {
     }
   }
 
-  // Before the pairs of the tile whose columns lie there in shared memory.
+  // Prepares a tile. columns: shared-memory address of its columns.
   template <bool kMasked>
   __device__ __forceinline__ void start(uint32_t columns) {
     const float4 reference = ptx::load_shared_f32x4(columns + kTile * static_cast<int>(sizeof(Column)));
@@ -128,12 +132,12 @@ struct TileDecay {
     }
   }
 
-  // Of keys that are columns: of two, one behind the other.
+  // Factors of two neighbouring keys that are columns.
   __device__ __forceinline__ static float2 columns(uint32_t columns, int column) {
     return ptx::load_shared_f32x2(columns + column * static_cast<int>(sizeof(float)));
   }
 
-  // Of a pair, with a column that is this token.
+  // Factor of a single pair. column: G of the column.
   __device__ __forceinline__ float factor(const float2& column, int half) const {
     return Score::key_factor(kOwnsKeys ? decay(column, rows[half]) : decay(rows[half], column));
   }

@@ -1,4 +1,4 @@
-// Launches the backward in one kernel, with what comes before it (row scores, counters) and after it (grad_q from its sums).
+// Launches the fused backward: row scores and counters before the kernel, rounding of the sums of grad_q after it.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 namespace fastmax {
 
-// Of grad_q, as it is rounded.
+// Tile of rounded grad_q.
 template <class Tile>
 using GradQTile = SwizzledTile<Tile::kStream, Tile::kPartCols>;
 
-// grad_q from its parts: a block each.
+// Rounds the sums of grad_q, one block per part of a tile.
 template <class Tile, class Math>
 __global__ void __launch_bounds__(128)
     quadratic_round_grad_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads,
@@ -83,7 +83,7 @@ void run_fused_bwd(const BwdParams& p, const Kernel& kernel, cudaStream_t stream
   const QuadraticBwdMaps maps{map(k, Tile::kRows),        map(v, Tile::kRows),      map(q, Tile::kStream),
                               map(grad_o, Tile::kStream), map(grad_k, Tile::kRows), map(grad_v, Tile::kRows)};
   const KeyBlockOrder order = KeyBlockOrder::of(p);
-  launch_kernel("quadratic_fused_bwd_sm90", kernel, grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes,
+  launch_kernel("quadratic_fused_bwd_sm90", kernel, grid_1d(std::min(order.work_tiles(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes,
                 stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order, partial);
   launch_kernel("quadratic_round_grad_q_sm90", quadratic_round_grad_q_sm90_kernel<Tile, Math>, grid_1d(Tile::kShape.all_parts(p)), 128,
                 kSwizzledTileAlignment + GradQTile<Tile>::kBytes, stream, map(grad_q, Tile::kStream), p.h, partial);

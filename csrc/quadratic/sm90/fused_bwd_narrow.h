@@ -1,19 +1,19 @@
-// Backward over tiles of scores on Hopper in one kernel, narrow heads: the sums and the order of fused_bwd.h. What a tile's scores
-// take on the CUDA cores, at head dim 32 more than its products, is done once for all gradients.
+// Fused backward over tiles of scores on Hopper, for narrow heads: the sums and the order of fused_bwd.h. The CUDA cores
+// compute the scores of a tile once for all gradients. At head dim 32 this takes longer than the products.
 //
-//   S = K Q^T, D = V dO^T   (64 keys of a consumer x 64 queries)   P, dS by the scores, in registers
+//   S = K Q^T, D = V dO^T    (64 keys of a consumer x 64 queries)   P, dS from the scores, in registers
 //   dK += dS Q, dV += P dO   A from registers
-//   dQ = dS^T K              (64 queries), over the keys of all consumers, by a warpgroup of its own, which dS reaches through a ring
+//   dQ = dS^T K              (64 queries), over the keys of all consumers, by a warpgroup that receives dS through a ring
 //
-// So consumers wait neither for each other nor for memory. Two writers (a thread each) take turns at adding dQ to what is in memory:
-// of so many tiles as share a counter, one waits for the block of keys before this one and for its own sums to be there, while the
-// other adds.
+// Consumers wait neither for each other nor for memory. Two writers (a thread each) take turns at adding dQ to the sums in
+// memory, per group of tiles that share a counter. While one waits for the previous block of keys and for its own sums to
+// arrive, the other adds.
 //
-// A tile's queries bring as little with them as they can (Score::column): every warp reads all of it, and 16 bytes a query would
-// take as long in shared memory as the operands of all products.
+// The score data of the queries are as short as possible (Score::Column). Every warp reads all of them, and 16 bytes per query
+// would take shared memory as long as the operands of all products.
 #pragma once
 
-#include "quadratic/sm90/fused_bwd_items.h"
+#include "quadratic/sm90/fused_bwd_common.h"
 
 namespace fastmax {
 
@@ -32,9 +32,9 @@ struct FusedBwdNarrowTile {
   static_assert(kKeys == kShape.keys && kStream == kShape.queries, "the plan is for other tiles");
   using RowTile = typename Bwd::RowTile;
   using StreamTile = typename Bwd::StreamTile;
-  using DerivativeTile = SwizzledTile<kKeys, kStream>;  // dS, a row per key
+  using DerivativeTile = SwizzledTile<kKeys, kStream>;  // dS, one row per key
 
-  // S and D of the next tile beside both sums of this one, as in bwd.h, where registers hold them.
+  // Whether S and D of the next tile overlap with both sums of the current one, as in bwd.h, if registers allow.
   static constexpr bool kPipelined = kHeadDim <= 32;
   static constexpr int kGradQRegisters = kHeadDim <= 32 ? 48 : 72, kProducerRegisters = kHeadDim <= 32 ? 48 : 40;
   static constexpr int kConsumerRegisters = kHeadDim <= 32 ? 208 : 200;
@@ -45,15 +45,15 @@ struct FusedBwdNarrowTile {
 
   static constexpr int kStages = kHeadDim <= 32 ? 6 : 4;
   static constexpr int kRowBuffers = 2;
-  static constexpr int kDerivatives = kHeadDim <= 32 ? 4 : 3;  // tiles of dS
-  static constexpr int kPartBuffers = kHeadDim <= 32 ? 4 : 1;  // of each writer: dQ on its way to memory
-  static constexpr int kItems = 2;
+  static constexpr int kDerivatives = kHeadDim <= 32 ? 4 : 3;  // number of tiles of dS
+  static constexpr int kPartBuffers = kHeadDim <= 32 ? 4 : 1;  // dQ buffers per writer
+  static constexpr int kWorkTiles = 2;
   static constexpr int kColumnBytes = kStream * static_cast<int>(sizeof(typename Score::Column));
   static constexpr int kPartBytes = kPartFloats * static_cast<int>(sizeof(float));
 
   static constexpr int kStageBytes =
       2 * StreamTile::kBytes + (kColumnBytes + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
-  static constexpr int kRowBytes = kConsumers * 2 * RowTile::kBytes;  // K and V of an item
+  static constexpr int kRowBytes = kConsumers * 2 * RowTile::kBytes;  // K and V of a work tile
   static constexpr int kRowsAt = kStages * kStageBytes;
   static constexpr int kDerivativesAt = kRowsAt + kRowBuffers * kRowBytes;
   static constexpr int kPartsAt = kDerivativesAt + kDerivatives * DerivativeTile::kBytes;
@@ -61,14 +61,14 @@ struct FusedBwdNarrowTile {
   static constexpr int kRowBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   static constexpr int kDerivativeBarriers = kRowBarriers + Ring<kRowBuffers>::kBarrierBytes;
   static constexpr int kPartBarriers = kDerivativeBarriers + Ring<kDerivatives>::kBarrierBytes;
-  static constexpr int kItemBarriers = kPartBarriers + kWriters * Ring<kPartBuffers>::kBarrierBytes;
-  static constexpr int kItemsAt = kItemBarriers + Ring<kItems>::kBarrierBytes;
-  static constexpr int kEnd = kItemsAt + 4 * kItems;
+  static constexpr int kWorkTileBarriers = kPartBarriers + kWriters * Ring<kPartBuffers>::kBarrierBytes;
+  static constexpr int kWorkTilesAt = kWorkTileBarriers + Ring<kWorkTiles>::kBarrierBytes;
+  static constexpr int kEnd = kWorkTilesAt + 4 * kWorkTiles;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit in shared memory");
 };
 
-// What two neighbours of a tile's queries bring with them.
+// Load the score data of two neighbouring queries.
 __device__ __forceinline__ void load_columns(float (&columns)[2], uint32_t address) {
   const float2 x = ptx::load_shared_f32x2(address);
   columns[0] = x.x, columns[1] = x.y;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_columns(float2 (&columns)[2], uint32_t addr
   columns[0] = make_float2(x.x, x.y), columns[1] = make_float2(x.z, x.w);
 }
 
-// columns: Score::Column of (b, h, rows_per_head).
+// columns: (b, h, rows_per_head).
 template <class Score, class Math, int kHeadDim>
 __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads, 1)
     quadratic_fused_bwd_narrow_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const Ring<Tile::kRowBuffers> row_ring(base + Tile::kRowBarriers);
   const Ring<Tile::kDerivatives> derivative_ring(base + Tile::kDerivativeBarriers);
-  const FusedBwdItems<Tile::kItems> queue{Ring<Tile::kItems>(base + Tile::kItemBarriers), base + Tile::kItemsAt};
+  const FusedBwdQueue<Tile::kWorkTiles> queue{Ring<Tile::kWorkTiles>(base + Tile::kWorkTileBarriers), base + Tile::kWorkTilesAt};
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
   const auto row_tile = [&](int i, RingPosition at) {
@@ -119,67 +119,68 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
   }
   __syncthreads();
 
-  const auto place = [&](int number) { return FusedBwdItem::of(p, order, number, Tile::kKeys, group); };
+  const auto work_tile_at = [&](int number) { return FusedBwdWorkTile::of(p, order, number, Tile::kKeys, group); };
   const DenseVisibility sees(p, 0);
-  // That keys from `row` on see, of so many.
+  // Tiles of queries that see the `count` keys from `row` on.
   const auto tiles_of = [&](int row, int count) {
-    return walk_over_queries<Tile::kStream>(sees, row, min(row + count, p.m) - 1);
+    return query_tile_ranges<Tile::kStream>(sees, row, min(row + count, p.m) - 1);
   };
 
   if (consumer == Tile::kConsumers + 1) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
     const int role = warp - 4 * (Tile::kConsumers + 1);
-    if (role == 0 && lane == 0) {  // takes items; Q and dO, with what queries bring
-      RingPosition at, items;
+    if (role == 0 && lane == 0) {  // takes work tiles; producer of Q and dO, with score data
+      RingPosition at, work_tiles;
       for (;;) {
-        const int number = queue.take(partial.taken, items);
-        if (number >= order.items()) break;
-        const FusedBwdItem item = place(number);
-        const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
+        const int number = queue.take(partial.taken, work_tiles);
+        if (number >= order.work_tiles()) break;
+        const FusedBwdWorkTile work_tile = work_tile_at(number);
+        const Range tiles = tiles_of(work_tile.row, Tile::kKeys).seen;
         for (int i = 0; i < group; ++i) {
-          const int head = item.first_head + i;
+          const int head = work_tile.first_head + i;
           for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
             ring.expect(at, 2 * StreamTile::kBytes + Tile::kColumnBytes);
-            StreamTile::load(stage, maps.a, ring.full(at), token, head, item.batch);
-            StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, item.batch);
-            const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + head) * rows_per_head;
+            StreamTile::load(stage, maps.a, ring.full(at), token, head, work_tile.batch);
+            StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, work_tile.batch);
+            const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * p.h + head) * rows_per_head;
             ptx::bulk_load(stage + 2 * StreamTile::kBytes, columns + of_head + token, Tile::kColumnBytes, ring.full(at));
             at.template advance<Tile::kStages>();
           }
         }
       }
-    } else if (role == 1 && lane == 0) {  // K and V, an item early
-      RingPosition at, items;
+    } else if (role == 1 && lane == 0) {  // producer of K and V, one work tile ahead
+      RingPosition at, work_tiles;
       for (;; at.template advance<Tile::kRowBuffers>()) {
-        const int number = queue.next_alone(items);
-        if (number >= order.items()) break;
-        const FusedBwdItem item = place(number);
+        const int number = queue.next_alone(work_tiles);
+        if (number >= order.work_tiles()) break;
+        const FusedBwdWorkTile work_tile = work_tile_at(number);
         row_ring.wait_until_empty(at);
         row_ring.expect(at, Tile::kRowBytes);
         for (int i = 0; i < Tile::kConsumers; ++i) {
           const uint32_t tile = row_tile(i, at);
-          const int row = item.row + i * Tile::kRows;
-          RowTile::load(tile, maps.x, row_ring.full(at), row, item.head, item.batch);
-          RowTile::load(tile + RowTile::kBytes, maps.y, row_ring.full(at), row, item.head, item.batch);
+          const int row = work_tile.row + i * Tile::kRows;
+          RowTile::load(tile, maps.x, row_ring.full(at), row, work_tile.head, work_tile.batch);
+          RowTile::load(tile + RowTile::kBytes, maps.y, row_ring.full(at), row, work_tile.head, work_tile.batch);
         }
       }
     } else if (role >= 2 && lane == 0) {  // a writer
-      // Parts of a counter are on their way at once, where each has a buffer: until one was read takes as long as until it is there.
+      // Adds the parts of a counter concurrently if each has a buffer. Reading a part takes as long as adding it, so releasing
+      // buffers earlier would gain nothing.
       constexpr bool kSideBySide = Tile::kPartBuffers >= kTilesPerCounter;
       const int writer = role - 2;
       const Ring<Tile::kPartBuffers> ready = part_ring(writer);
       int turn = 0;
-      RingPosition at, items;
+      RingPosition at, work_tiles;
       for (;;) {
-        const int number = queue.next_alone(items);
-        if (number >= order.items()) break;
-        const FusedBwdItem item = place(number);
-        const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
+        const int number = queue.next_alone(work_tiles);
+        if (number >= order.work_tiles()) break;
+        const FusedBwdWorkTile work_tile = work_tile_at(number);
+        const Range tiles = tiles_of(work_tile.row, Tile::kKeys).seen;
         for (int i = 0; i < group; ++i) {
-          const int64_t head = static_cast<int64_t>(item.batch) * p.h + item.first_head + i;
+          const int64_t head = static_cast<int64_t>(work_tile.batch) * p.h + work_tile.first_head + i;
           for (int tile = tiles.end - 1; tile >= tiles.begin; turn ^= 1) {
             const int counter = tile / kTilesPerCounter, last = max(counter * kTilesPerCounter, tiles.begin);
             if (turn != writer) {
@@ -187,13 +188,13 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
               continue;
             }
             uint32_t* added = partial.added + head * partial.counters + counter;
-            ptx::wait_acquire(added, item.block);
+            ptx::wait_acquire(added, work_tile.block);
             ptx::fence_proxy_async_global();
-            [[maybe_unused]] int on_their_way = tile - last + 1;
+            [[maybe_unused]] int in_flight = tile - last + 1;
             for (; tile >= last; --tile) {
               float* sums = partial.sums + (head * partial.tiles + tile) * Tile::kPartFloats;
               ready.wait_until_full(at);
-              if (item.block == 0) {
+              if (work_tile.block == 0) {
                 ptx::bulk_store(sums, part_of(writer, at), Tile::kPartBytes);
               } else {
                 ptx::bulk_add_f32(sums, part_of(writer, at), Tile::kPartBytes);
@@ -207,27 +208,27 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
             }
             ptx::bulk_wait<0>();
             if constexpr (kSideBySide) {
-              for (; on_their_way > 0; --on_their_way) {
-                const RingPosition oldest{(at.stage + Tile::kPartBuffers - on_their_way) % Tile::kPartBuffers};
+              for (; in_flight > 0; --in_flight) {
+                const RingPosition oldest{(at.stage + Tile::kPartBuffers - in_flight) % Tile::kPartBuffers};
                 ptx::mbarrier_arrive_if(ready.empty(oldest), true);
               }
             }
             ptx::fence_proxy_async_global();
-            ptx::store_release(added, item.block + 1);
+            ptx::store_release(added, work_tile.block + 1);
           }
         }
       }
     }
-  } else if (consumer == Tile::kConsumers) {  // dQ
+  } else if (consumer == Tile::kConsumers) {  // computes dQ
     ptx::fewer_registers<Tile::kGradQRegisters>();
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    RingPosition items, rows, derivatives, part, next_part;  // of the writer whose turn it is, and of the other one
+    RingPosition work_tiles, rows, derivatives, part, next_part;  // part, next_part: of the current and of the other writer
     int writer = 0;
     for (;;) {
-      const int number = queue.next(items, lane);
-      if (number >= order.items()) break;
-      const FusedBwdItem item = place(number);
-      const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
+      const int number = queue.next(work_tiles, lane);
+      if (number >= order.work_tiles()) break;
+      const FusedBwdWorkTile work_tile = work_tile_at(number);
+      const Range tiles = tiles_of(work_tile.row, Tile::kKeys).seen;
       const int first = warp_uniform(tiles.begin), end = warp_uniform(tiles.end), count = group * (end - first);
       row_ring.wait_until_full(rows);
       for (int i = 0, tile = end - 1; i < count; ++i) {
@@ -271,27 +272,27 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
     ptx::more_registers<Tile::kConsumerRegisters>();
     const int warp_in_group = warp % 4, t = lane % 4;
     const Score score(p);
-    RingPosition at, items, rows, derivatives;
+    RingPosition at, work_tiles, rows, derivatives;
     for (;;) {
-      const int number = queue.next(items, lane);
-      if (number >= order.items()) break;
-      const FusedBwdItem item = place(number);
-      const int row = item.row + consumer * Tile::kRows;         // of the warpgroup
-      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
-      // Keys that are not there, or dropped, have no weight: their warpgroup looks at single pairs.
+      const int number = queue.next(work_tiles, lane);
+      if (number >= order.work_tiles()) break;
+      const FusedBwdWorkTile work_tile = work_tile_at(number);
+      const int row = work_tile.row + consumer * Tile::kRows;         // first row of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and lane_row + 8
+      // Keys that are masked or do not exist have no weight. A warpgroup with such keys masks single pairs.
       bool keeps[2] = {lane_row < p.m, lane_row + 8 < p.m};
       bool keeps_all = row + Tile::kRows <= p.m;
       if (!kept.keeps_all()) {
         if (keeps_all) {
           uint32_t words[2];
-          kept.load(words, item.batch, row / Tile::kRows);
+          kept.load(words, work_tile.batch, row / Tile::kRows);
           keeps_all = (words[0] & words[1]) == 0xffffffffu;
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) keeps[half] = keeps[half] && kept.keeps(item.batch, lane_row + 8 * half);
+        for (int half = 0; half < 2; ++half) keeps[half] = keeps[half] && kept.keeps(work_tile.batch, lane_row + 8 * half);
       }
-      // Tiles of the block, of which this warpgroup may see less: it adds zeros then.
-      const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
+      // Tiles of the block. The warpgroup itself may see fewer, and adds zeros for the others.
+      const Range tiles = tiles_of(work_tile.row, Tile::kKeys).seen;
       const int first = warp_uniform(tiles.begin), end = warp_uniform(tiles.end);
       const int whole = warp_uniform(keeps_all ? min(tiles_of(row, Tile::kRows).whole.begin, end) : end);
 
@@ -303,8 +304,9 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
       sums.load_operands(x_tile, warp_in_group, lane);
 
       const auto stage_of = [&](RingPosition at) { return base + at.stage * Tile::kStageBytes; };
-      // What queries bring for S and D of a lane: some of it before they are there, the rest on the way. Not all of it at once: with no
-      // load between them the compiler would make P and dS after the sums that they are made beside.
+      // Score data of the queries of this lane. The first kAhead columns are loaded before S and D are complete, the others
+      // during the conversion. If all were loaded at once, the compiler would compute P and dS after the sums that they should
+      // overlap with.
       constexpr int kAhead = 2;
       typename Score::Column queries[Tile::kStream / 8][2];
       const auto load_queries = [&](RingPosition at, int j) {
@@ -314,7 +316,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) load_queries(at, j);
       };
-      // S and D of a tile, in the stage, to P and dS.
+      // Converts S and D of a tile, which is in the stage, to P and dS.
       const auto differentiate = [&](auto is_masked, int tile, RingPosition at) {
         constexpr bool kMasked = decltype(is_masked)::value;
         uint32_t visible[2][Tile::kStream / 32];
@@ -331,14 +333,14 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
           }
         }
       };
-      const auto give_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4]) {
+      const auto publish_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4]) {
         const int first_row = consumer * Tile::kRows + 16 * warp_in_group;
         store_derivatives<DerivativeTile, Tile::kStream>(derivatives_of(derivatives), first_row, packed_ds, lane);
         derivative_ring.publish(derivatives, lane);
         derivatives.template advance<Tile::kDerivatives>();
       };
       int tile = end - 1;
-      // With nothing else in flight: to P and dS of the tile in the current stage; and these to the sums.
+      // Without overlap: `visit` computes P and dS of the current stage, and add_tile adds it to the sums.
       const auto visit = [&](auto is_masked) {
         ring.wait_until_full(at);
         wgmma_fence();
@@ -358,14 +360,14 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
         derivative_ring.wait_until_empty(derivatives);
         wgmma_fence();
         sums.start_sums(packed_p, packed_ds, stage_of(at));
-        give_derivatives(packed_ds);
+        publish_derivatives(packed_ds);
         wgmma_wait<0>();
         sums.keep_sums();
         ring.release(at, lane);
         at.template advance<Tile::kStages>();
       };
-      // Whole tiles come before partly visible ones, of each head.
-      const auto walk = [&](const auto& step) {
+      // Whole tiles come before partly visible ones, for each head.
+      const auto for_each_tile = [&](const auto& step) {
         for (int head = 0; head < group; ++head) {
           while (tile >= whole) step(std::false_type());
           while (tile >= first) step(std::true_type());
@@ -373,7 +375,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
         }
       };
       if constexpr (Tile::kPipelined) {
-        // From P and dS of a tile to those of the next one.
+        // Starts with P and dS of the current tile and ends with those of the next.
         const auto step = [&](auto is_masked) {
           RingPosition next = at;
           next.template advance<Tile::kStages>();
@@ -386,7 +388,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
           wgmma_fence();
           sums.start_scores(x_tile, stage_of(next));
           sums.start_sums(packed_p, packed_ds, stage_of(at));
-          give_derivatives(packed_ds);
+          publish_derivatives(packed_ds);
           load_first_queries(next);
           wgmma_wait<1>();
           keep(sums.s);
@@ -403,10 +405,10 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
         } else {
           visit(std::true_type());
         }
-        walk(step);
+        for_each_tile(step);
         add_tile();
       } else {
-        walk([&](auto is_masked) {
+        for_each_tile([&](auto is_masked) {
           visit(is_masked);
           add_tile();
         });
@@ -415,7 +417,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
       rows.template advance<Tile::kRowBuffers>();
 
       const auto store = [&](void* tensor, const Stride& stride, int cols, const float (&sum)[kHeadDim / 2]) {
-        store_accumulator_rows<Math>(head_of<Element>(tensor, stride, item.batch, item.head), stride.token, lane_row, p.m, cols, sum, 1.f,
+        store_accumulator_rows<Math>(head_of<Element>(tensor, stride, work_tile.batch, work_tile.head), stride.token, lane_row, p.m, cols, sum, 1.f,
                                      1.f);
       };
       store(p.grad_v, p.grad_v_stride, p.dv, sums.dy);

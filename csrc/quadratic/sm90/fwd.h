@@ -1,15 +1,16 @@
-// Forward over tiles of scores on Hopper, for two score policies (score.h): what quadratic/portable/fwd.h computes, with wgmma on tiles that
-// the copy engine brings.
+// Forward over tiles of scores on Hopper, for both score policies (score.h). It computes what quadratic/portable/fwd.h
+// computes, with wgmma on tiles that the copy engine loads.
 //
-// A block is persistent (work_order.h). One thread of its last warpgroup, the producer, fills a ring of stages with K and V, 128 keys
-// each. Every other warpgroup, a consumer, owns 64 queries and walks over the block's tiles from the last visible one down, so that
-// the partly visible ones come first. Scores of the next tile and weights times V of this one are in the tensor core together;
-// weights of the next tile are made while the latter is still running:
+// Blocks are persistent (work_order.h). One thread of the last warpgroup, the producer, fills a ring of stages with K and V,
+// 128 keys each. Every other warpgroup, a consumer, owns 64 queries and processes the block's tiles from the last visible one
+// down, so that partly visible tiles come first. The tensor core computes the scores of the next tile and the output of the
+// current one at the same time; the weights of the next tile are computed while the latter still runs:
 //
 //   tensor core    S(1)        | S(2)  P(1)V(1) | S(3)  P(2)V(2) | ...
 //   CUDA cores           w(1)  |       w(2)     |       w(3)     |
 //
-// Where weights are exponentials, which take as long as the products, consumers also take turns at starting products (kTakesTurns).
+// Exponentials take as long as the products. Scores with exponentials therefore let consumers take turns at starting products
+// (kTakesTurns).
 #pragma once
 
 #include <algorithm>
@@ -36,27 +37,27 @@ namespace fastmax {
 
 template <class Score, class Visibility, int kHeadDim>
 struct QuadraticFwdSm90Tile {
-  // Sums of kHeadDim / 2 registers, scores of 64 and weights of 32: three consumers at head_dim 64 have 160 each, two at 128 have 240,
-  // as where keys fade.
+  // Registers: kHeadDim / 2 for sums, 64 for scores, 32 for weights. At head dims up to 64 three consumers have 160 each; at
+  // larger ones, and with decay, two consumers have 240 each.
   static constexpr int kConsumers = kHeadDim <= 64 && !kHasDecay<Visibility> ? 3 : 2;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kRows = 64;  // of a consumer
+  static constexpr int kRows = 64;  // per consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   static constexpr int kKeys = KeptWords::kKeysPerBlock;
   static constexpr int kStages = kHeadDim <= 64 ? 5 : 3;
-  static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's queries come early
+  static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // per consumer; 2: the next queries load early
   static constexpr bool kTakesTurns = Score::kFollowsRowMax;
 
   using QueryTile = SwizzledTile<kRows, kHeadDim>;
-  using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // and of values
+  using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // also for values
 
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kStageBytes = 2 * KeyTile::kBytes;
-  static constexpr int kQueries = kStages * kStageBytes;  // offsets in shared memory
+  static constexpr int kQueries = kStages * kStageBytes;  // from here on: offsets in shared memory
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kFactorBytes = kHasDecay<Visibility> ? kDecayTileBytes<float, kKeys> : 0;  // of a stage
+  static constexpr int kFactorBytes = kHasDecay<Visibility> ? kDecayTileBytes<float, kKeys> : 0;  // per stage
   static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
   static constexpr int kEnd = kFactors + kStages * kFactorBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
@@ -65,14 +66,14 @@ struct QuadraticFwdSm90Tile {
                 "consumers would wait for registers that nobody gives up");
 };
 
-// Softmax weighs relative to a row's largest weight, and so can in fp16. That weight is 2^14 there: what is below the least number of
-// fp16, 2^-24, is 2^-38 of it.
+// Softmax weighs relative to the largest weight of a row, so its weights fit in fp16. The largest weight is 2^14 there. The
+// smallest fp16 number, 2^-24, is 2^-38 of it.
 template <class Score>
 inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
 template <class Math>
 inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
 
-// Whether a window's bits, which take registers to make, are used row by row.
+// Whether masks are applied row by row (hide_keys). The bits of a window take registers to compute.
 template <class Score, class Visibility>
 inline constexpr bool kHidesKeys = Score::kFollowsRowMax && Visibility::kBoundsBothSides && !Visibility::kHasTables;
 
@@ -80,7 +81,7 @@ struct QuadraticFwdMaps {
   CUtensorMap q, k, v;
 };
 
-// What a consumer knows of its rows: those of a warp, as an accumulator holds them (wgmma.h).
+// State of a consumer's rows, of which each warp holds 16 in the layout of accumulators (wgmma.h).
 template <class Score, class Visibility, class Math, int kHeadDim>
 struct QuadraticFwdRows {
   using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
@@ -89,8 +90,8 @@ struct QuadraticFwdRows {
 
   float o[kHeadDim / 2];
   float s[Tile::kKeys / 2];  // scores, then weights
-  float z[2];                // this lane's part of the rows' sums of weights
-  float reference[Score::kFollowsRowMax ? 2 : 1];
+  float z[2];                // this lane's part of the row sums of weights
+  float reference[Score::kFollowsRowMax ? 2 : 1];  // softmax: weights of a row are relative to 2^reference
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -116,8 +117,8 @@ struct QuadraticFwdRows {
     for (int i = 0; i < Tile::kKeys / 4; ++i) w[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. factors: of keys that fade, in shared memory.
-  // shrink: what sums so far are to be multiplied by.
+  // Converts the scores of the tile that begins at key_begin to weights. visible: bits of visible_keys. factors: shared-memory
+  // address of the keys' decay factors. shrink: set to the factors for the sums so far.
   template <bool kMasked, class Decay>
   __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay, uint32_t factors,
                                         int key_begin, float (&shrink)[2]) {
@@ -181,7 +182,7 @@ struct QuadraticFwdRows {
   }
 };
 
-// Consumers in a circle: who waits for its turn has it when the one before passes it on. Named barriers 8 and up.
+// Passes a turn around the consumers in a circle, by named barriers 8 and up.
 template <int kConsumers, bool kTakesTurns>
 struct Turns {
   int consumer;
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
-  // Of a consumer: buffers for queries, which are released as soon as all scores are made.
+  // The ring of a consumer's query buffers, which are released as soon as all scores are computed.
   const auto query_ring = [&](int i) {
     return Ring<Tile::kQueryBuffers>(base + Tile::kQueryBarriers + i * Ring<Tile::kQueryBuffers>::kBarrierBytes);
   };
@@ -227,32 +228,32 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   __syncthreads();
   ptx::wait_for_earlier_kernels();
 
-  // Tiles that the `rows` queries from `row` on see, of those in `block`.
+  // Tiles of `block` that the `rows` queries from `row` on see.
   const auto tiles_of = [&](const HeadIndex& head, int row, int rows, Range block) {
-    return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1,
+    return key_tile_ranges<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1,
                                        block);
   };
-  // Consumers that a head lacks are those of its first block: those of the last one, which see most, wait for nobody in vain. They take
-  // rows behind the last one, which there are not.
+  // If the last block of a head does not fill up, the first block leaves out consumers instead: the last rows see most keys,
+  // and no consumer of that block should wait in vain. Consumers that are left out get rows beyond the last one.
   const int rows_of_blocks = order.row_blocks * Tile::kBlockRows;
   const int lacking = rows_of_blocks - (p.n + Tile::kRows - 1) / Tile::kRows * Tile::kRows;
-  const auto row_of = [&](const WorkItem& item, int consumer) {
-    const int row = item.row_block * Tile::kBlockRows - lacking + consumer * Tile::kRows;
+  const auto row_of = [&](const WorkTile& work_tile, int consumer) {
+    const int row = work_tile.row_block * Tile::kBlockRows - lacking + consumer * Tile::kRows;
     return row < 0 ? row + rows_of_blocks : row;
   };
-  const auto tiles_of_block = [&](const WorkItem& item, const HeadIndex& head) {
-    const int end = (item.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
+  const auto tiles_of_block = [&](const WorkTile& work_tile, const HeadIndex& head) {
+    const int end = (work_tile.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
     return tiles_of(head, end - rows, rows, kAllTiles).seen;
   };
 
   if (consumer == Tile::kConsumers) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
-    if (warp == 4 * Tile::kConsumers && lane == 0) {  // K and V
+    if (warp == 4 * Tile::kConsumers && lane == 0) {  // producer of K and V
       RingPosition at;
-      for (WorkWalk walk(order); !walk.done(); walk.next()) {
-        const WorkItem item = walk.item();
-        const HeadIndex head = head_index(p, item.head);
-        const Range tiles = tiles_of_block(item, head);
+      for (WorkTileLoop loop(order); !loop.done(); loop.next()) {
+        const WorkTile work_tile = loop.work_tile();
+        const HeadIndex head = head_index(p, work_tile.head);
+        const Range tiles = tiles_of_block(work_tile, head);
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
@@ -266,16 +267,16 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           at.advance<Tile::kStages>();
         }
       }
-    } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // queries, as soon as a consumer has room for them
+    } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // producer of queries, once a consumer has a free buffer
       RingPosition at;
-      for (WorkWalk walk(order); !walk.done(); walk.next(), at.advance<Tile::kQueryBuffers>()) {
-        const WorkItem item = walk.item();
-        const HeadIndex head = head_index(p, item.head);
+      for (WorkTileLoop loop(order); !loop.done(); loop.next(), at.advance<Tile::kQueryBuffers>()) {
+        const WorkTile work_tile = loop.work_tile();
+        const HeadIndex head = head_index(p, work_tile.head);
         for (int i = 0; i < Tile::kConsumers; ++i) {
           const Ring<Tile::kQueryBuffers> buffers = query_ring(i);
           buffers.wait_until_empty(at);
           buffers.expect(at, QueryTile::kBytes);
-          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), row_of(item, i), head.head, head.batch);
+          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), row_of(work_tile, i), head.head, head.batch);
         }
       }
     }
@@ -285,13 +286,13 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
     const Score score(p);
     const Turns<Tile::kConsumers, Tile::kTakesTurns> turns{consumer};
     turns.begin();
-    RingPosition at, queries;  // of K and V, and of this consumer's queries
-    for (WorkWalk walk(order); !walk.done(); walk.next()) {
-      const WorkItem item = walk.item();
-      const HeadIndex head = head_index(p, item.head);
-      const Range block_tiles = tiles_of_block(item, head);
-      const int row = row_of(item, consumer);                    // of the warpgroup
-      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
+    RingPosition at, queries;  // positions of K and V, and of this consumer's queries
+    for (WorkTileLoop loop(order); !loop.done(); loop.next()) {
+      const WorkTile work_tile = loop.work_tile();
+      const HeadIndex head = head_index(p, work_tile.head);
+      const Range block_tiles = tiles_of_block(work_tile, head);
+      const int row = row_of(work_tile, consumer);                    // first row of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and lane_row + 8
       TileRanges tiles{{0, 0}, {0, 0}};
       if (row < p.n) tiles = tiles_of(head, row, Tile::kRows, block_tiles);
       if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
       const int first_whole = tiles.whole.begin, end_whole = tiles.whole.end;
 
       int tile = block_tiles.end - 1;
-      // Tiles that only other rows of the block see.
+      // Skips tiles that only other rows of the block see.
       const auto skip_tiles = [&](int before) {
         for (; tile > before; --tile) {
           turns.wait();
@@ -346,7 +347,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         keep(rows.s);
         weigh_masked(tile, factors(at));
 
-        // From weights of this tile to those of the one below.
+        // Starts with the weights of the current tile and ends with those of the tile below.
         const auto step = [&](auto masked) {
           constexpr bool kMasked = decltype(masked)::value;
           RingPosition below = at;
@@ -432,7 +433,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   }
 }
 
-// In the workspace: the kept keys, running sums of decays, tables of bounds, factors of keys.
+// Offsets in the workspace: bits of the padding mask, running sums of decay, tables of bounds, decay factors of keys.
 struct QuadraticFwdSm90Workspace {
   size_t decay_sums, tables, key_factors, bytes;
 
@@ -480,7 +481,7 @@ struct LaunchQuadraticFwdSm90 {
     const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
                                           p.causal && !p.window, true);
     launch_waiting_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
-                          grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
+                          grid_1d(std::min(order.work_tiles(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
                           key_factors);
   }
 };

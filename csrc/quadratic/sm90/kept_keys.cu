@@ -11,7 +11,7 @@ int blocks_of(const AttentionParams& p) { return (p.m + KeptWords::kKeysPerBlock
 
 size_t word_bytes(const AttentionParams& p) { return static_cast<size_t>(p.b) * blocks_of(p) * sizeof(uint4); }
 
-// A block per batch entry, a word per warp and step.
+// One block per batch entry; each warp makes one word per step.
 __global__ void __launch_bounds__(kThreads) kept_words_kernel(const uint8_t* mask, int64_t batch_stride, int m, int words_per_batch,
                                                               uint32_t* words, Range* ranges) {
   __shared__ int range[2];

@@ -1,4 +1,5 @@
-// The key padding mask as the Hopper kernels read it: a bit for each key, and the range that the kept keys of a batch entry lie in.
+// The key padding mask as the Hopper kernels read it: one bit per key, and for each batch entry the range from its first to its
+// last unmasked key.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +11,8 @@
 
 namespace fastmax {
 
-// Words of 32 keys each, of whole blocks of 128; keys behind the last one are not kept. Null without a mask.
+// Bits of the mask in words of 32 keys, padded to whole blocks of 128 keys with zeros. Without a mask the pointers are null and
+// all keys are unmasked.
 struct KeptWords {
   static constexpr int kKeysPerBlock = 128;
 
@@ -21,7 +23,7 @@ struct KeptWords {
 #ifdef __CUDACC__
   __device__ __forceinline__ bool keeps_all() const { return words == nullptr; }
 
-  // Of the keys of a tile of 32 kWords; word i: the 32 keys from 32 i on. All without a mask.
+  // Loads the bits of a tile of 32 kWords keys; word i holds the keys from 32 i on. All ones without a mask.
   template <int kWords>
   __device__ __forceinline__ void load(uint32_t (&of_tile)[kWords], int batch, int tile) const {
     static_assert(kWords == 2 || kWords == 4, "a tile is a block of kept words, or half of one");
@@ -38,12 +40,12 @@ struct KeptWords {
     }
   }
 
-  // Also of a key behind the last one.
+  // Whether a key is unmasked. Keys beyond the last one are allowed.
   __device__ __forceinline__ bool keeps(int batch, int key) const {
     return keeps_all() || (key < kKeysPerBlock * blocks && (__ldg(words_of(batch) + key / 32) >> (key % 32) & 1u) != 0);
   }
 
-  // Those of these tiles of kTile keys between the first and the last one that hold kept keys.
+  // Trims a range of tiles of kTile keys to the tiles from the first to the last one with an unmasked key.
   template <int kTile>
   __device__ __forceinline__ Range trim(int batch, Range tiles) const {
     if (keeps_all()) return tiles;
@@ -59,7 +61,7 @@ struct KeptWords {
 #endif
 };
 
-// 0 without a mask.
+// Bytes of the workspace that fill_kept_words fills; 0 without a mask.
 size_t kept_words_bytes(const AttentionParams& p);
 KeptWords fill_kept_words(const AttentionParams& p, void* workspace, cudaStream_t stream);
 

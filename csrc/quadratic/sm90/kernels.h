@@ -1,4 +1,5 @@
-// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims up to 128.
+// The Hopper kernels of the quadratic algorithm and of softmax attention, for head dims up to 128. They take bf16; the forward
+// of softmax also takes fp16.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,8 +14,9 @@ namespace fastmax {
 
 using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
 
-// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade; and of softmax
-// with a window and nothing else, which takes no tables. Fused: the backward, in one kernel where that is better than two.
+// Whether the kernels run a call. Its tensors must have layouts that tensor maps can express. Variants: no bounds of keys,
+// bounds (tables), decay, and for softmax a window without other bounds (no tables). Fused: the backward in one kernel, for
+// calls where that is faster than two kernels.
 bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
@@ -25,7 +27,7 @@ bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_decay_sm90(const AttentionParams& p, Direction direction);
 
-// Of core/score.h, core/visibility.h and fading.h. WindowVisibility: softmax alone.
+// Declared in core/score.h, core/visibility.h and decay.h. WindowVisibility is for softmax only.
 struct PolynomialScore;
 struct SoftmaxScore;
 struct DenseVisibility;

@@ -1,6 +1,6 @@
-// Which pairs of a partly visible tile count, as bits that a thread looks at by its accumulators (wgmma.h): visible[half][i], of row
-// g + 8 half and the 32 columns from 32 i on, a bit for each column, moved down by 2t, so that the number of an accumulator's bit is
-// known to the compiler.
+// Masks of the visible pairs of a partly visible tile, as bits in the order of a thread's accumulators (wgmma.h).
+// visible[half][i] belongs to row g + 8 half and to the 32 columns from 32 i on. Its bits are shifted down by 2t, so that the
+// bit index of each accumulator is a compile-time constant.
 #pragma once
 
 #include <climits>
@@ -11,18 +11,19 @@
 
 namespace fastmax {
 
-// Of accumulator i.
+// Whether the pair of accumulator i is visible.
 template <int kWords>
 __device__ __forceinline__ bool is_visible(const uint32_t (&visible)[2][kWords], int i) {
   return (visible[i >> 1 & 1][i >> 4] >> ((i >> 2 & 3) * 8 + (i & 1)) & 1u) != 0;
 }
 
-// The lowest `count` bits of 32 are ones; of word i where the count is over several.
+// Returns word `word` of a bit string whose lowest `count` bits are ones.
 __device__ __forceinline__ uint32_t low_bits(int count, int word) {
   return static_cast<uint32_t>((uint64_t{1} << min(max(count - 32 * word, 0), 32)) - 1);
 }
 
-// A row whose range is computed, in each tile again: between tiles its bounds would take registers.
+// Hides from the compiler that `row` is the same in every tile. Otherwise it would keep the row's bounds in registers between
+// tiles.
 template <class Visibility>
 __device__ __forceinline__ int row_again(int row) {
   if constexpr (Visibility::kBoundsBothSides && !Visibility::kHasTables) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ int row_again(int row) {
   }
 }
 
-// Rows are queries: `row` and row + 8. Columns are the 32 kWords keys of a tile. t: lane % 4.
+// Marks the visible keys of the queries `row` and row + 8. Columns are the 32 kWords keys of a tile. t: lane % 4.
 template <int kWords, class Visibility>
 __device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], const Visibility& sees, const KeptWords& kept, int batch,
                                              int tile, int row, int t) {
@@ -51,7 +52,8 @@ __device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], con
   }
 }
 
-// The same for scores of which no more is asked: those of other keys become -infinity, one row after the other, in fewer registers.
+// Sets the scores of invisible keys to -infinity. It does the job of visible_keys row by row, in fewer registers, if only
+// scores are needed.
 template <class Visibility, int kCount>
 __device__ __forceinline__ void hide_keys(float (&scores)[kCount], const Visibility& sees, const KeptWords& kept, int batch, int tile,
                                           int row, int t) {
@@ -75,7 +77,8 @@ __device__ __forceinline__ void hide_keys(float (&scores)[kCount], const Visibil
   }
 }
 
-// Rows are keys, columns the 32 kWords queries of a tile. Those behind the last query may count, and are zeros.
+// Marks the queries of a tile that see the keys `row` and row + 8. Columns are the 32 kWords queries of the tile. Bits of
+// queries beyond the last one may be set; these queries are zeros.
 template <int kWords, class Visibility>
 __device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], const Visibility& sees, int tile, int row, int t) {
   constexpr int kQueries = 32 * kWords;
@@ -91,8 +94,9 @@ __device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], 
   }
 }
 
-// Tiles of a consumer, clamped to those of its block. The producer loads the block's tiles, and every consumer waits for each of them
-// once. Where bounds of keys do not fall, the block's range covers those of its consumers. Tables may hold invalid bounds, which fall.
+// All tiles of a block. The producer loads the tiles of the block, and every consumer waits for each of them once. The tiles of
+// a consumer must therefore lie within those of its block. That holds for bounds that never decrease; tables may hold invalid
+// bounds that do, and the tiles of a consumer are clamped to those of its block.
 inline constexpr Range kAllTiles{0, INT_MAX};
 
 template <class Visibility>
@@ -101,14 +105,14 @@ __device__ __forceinline__ Range clamped_to_block(Range tiles, Range block) {
   else return tiles;
 }
 
-// The tiles that rows first .. last walk over: wholly visible ones are some of the seen ones. Where there are none, they are where the
-// walk would come to them last: at the begin of a walk down over keys, at the end of a walk up over queries. block: what the block of a
-// consumer walks over.
+// Return the tiles that rows first .. last see, and the wholly visible ones among them. If there are none of these, `whole` is
+// an empty range where the loop arrives last: at the beginning for keys, which are processed downwards, and at the end for
+// queries, which are processed upwards. block: tiles of the consumer's block.
 template <int kTile, class Visibility>
-__device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last,
+__device__ __forceinline__ TileRanges key_tile_ranges(const Visibility& sees, const KeptWords& kept, int batch, int first, int last,
                                                      Range block = kAllTiles) {
   TileRanges tiles = key_tiles<kTile>(sees, first, last);
-  if constexpr (kHasDecay<Visibility>) {  // a whole tile is before all rows
+  if constexpr (kHasDecay<Visibility>) {  // all keys of a whole tile come before all rows
     tiles.whole = tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end - 1});
   }
   tiles.seen = clamped_to_block<Visibility>(kept.trim<kTile>(batch, tiles.seen), block);
@@ -117,10 +121,11 @@ __device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, con
   return tiles;
 }
 template <int kTile, class Visibility>
-__device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last, Range block = kAllTiles) {
+__device__ __forceinline__ TileRanges query_tile_ranges(const Visibility& sees, int first, int last, Range block = kAllTiles) {
   TileRanges tiles = query_tiles<kTile>(sees, first, last);
   tiles.seen = clamped_to_block<Visibility>(tiles.seen, block);
-  if constexpr (kHasDecay<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;  // behind all rows
+  // All queries of a whole tile come after all rows.
+  if constexpr (kHasDecay<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;
   tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
   if (tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.end, tiles.seen.end};
   return tiles;

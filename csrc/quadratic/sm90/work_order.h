@@ -1,10 +1,13 @@
-// Which rows of which head a persistent block works on, one after the other. Items are blocks of rows of a head. Blocks take units of
-// them in rounds, every second one backwards: a block that had the longest unit of a round gets the shortest one of the next.
+// The order in which persistent blocks process work tiles. A work tile is a block of rows of one head.
 //
-// Causal items of a head take 1, 2, .. so long. Most heads come two at a time, and a unit is a pair of items, the longest with the
-// shortest, the second with the second but one, ..: units are equally long, wherever a round ends, and few heads are read at a time,
-// which L2 holds. The last heads, enough for several rounds, come together, longest items first, so that what is left for the end is
-// short. Where items are equally long, heads come one by one.
+// Blocks take units of work tiles in rounds. Every second round runs in reverse order: the block that had the longest unit of
+// one round gets the shortest unit of the next.
+//
+// With a causal mask the work tiles of a head take 1, 2, 3, .. units of time. Most heads are processed two at a time, and a
+// unit is a pair of work tiles: the longest with the shortest, the second longest with the second shortest, and so on. All
+// units then take equally long, whichever round is the last, and the few heads that are read at a time stay in L2. The last
+// heads, enough for several rounds, are processed together as single work tiles, longest first, so that the blocks finish at
+// about the same time. If all work tiles take equally long, heads are processed one after the other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,66 +20,66 @@
 
 namespace fastmax {
 
-struct WorkItem {
+struct WorkTile {
   int row_block;
-  int head;  // of batch * heads
+  int head;  // index over batch * heads
 };
 
 struct WorkOrder {
-  int row_blocks;        // of a head
-  int heads;             // of all batch entries
-  bool triangular;       // rows see more from block to block
-  int paired_heads;      // the first ones, an even number
-  bool last_rows_first;  // those see most keys; of keys that see queries: the first ones
+  int row_blocks;        // per head
+  int heads;             // over the whole batch
+  bool triangular;       // whether work tiles take longer from row block to row block (causal)
+  int paired_heads;      // number of leading heads that are processed in pairs, even
+  bool last_rows_first;  // whether the last rows take longest (queries); else the first rows do (keys)
 
-  static constexpr int kRoundsAtEnd = 5;  // of single items
+  static constexpr int kRoundsAtEnd = 5;  // rounds of single work tiles
 
-  // blocks: that run at a time.
+  // blocks: number of blocks that run at a time.
   static WorkOrder of(int row_blocks, int64_t heads, int blocks, bool triangular, bool last_rows_first) {
-    constexpr int kMostItems = INT_MAX / 2;  // the last round's numbers go beyond
-    const int64_t items = row_blocks * heads;
-    if (items > kMostItems) throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(items));
+    constexpr int kMostWorkTiles = INT_MAX / 2;  // unit() exceeds the count in the last round
+    const int64_t work_tiles = row_blocks * heads;
+    if (work_tiles > kMostWorkTiles) throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(work_tiles));
     const int64_t at_end = (kRoundsAtEnd * blocks + row_blocks - 1) / row_blocks;
     const int64_t paired = triangular ? std::max<int64_t>(heads - at_end, 0) / 2 * 2 : 0;
     return {row_blocks, static_cast<int>(heads), triangular, static_cast<int>(paired), last_rows_first};
   }
-  constexpr __host__ __device__ int items() const { return row_blocks * heads; }
+  constexpr __host__ __device__ int work_tiles() const { return row_blocks * heads; }
   constexpr __host__ __device__ int pairs() const { return row_blocks * (paired_heads / 2); }
-  constexpr __host__ __device__ int units() const { return items() - pairs(); }
+  constexpr __host__ __device__ int units() const { return work_tiles() - pairs(); }
 };
 
 #ifdef __CUDACC__
 
-// The items of this block.
-//   for (WorkWalk walk(order); !walk.done(); walk.next()) ... walk.item()
-class WorkWalk {
+// Iterates over the work tiles of this block.
+//    for (WorkTileLoop loop(order); !loop.done(); loop.next()) ... loop.work_tile()
+class WorkTileLoop {
  public:
-  explicit __device__ __forceinline__ WorkWalk(const WorkOrder& order) : order_(order) {}
+  explicit __device__ __forceinline__ WorkTileLoop(const WorkOrder& order) : order_(order) {}
 
   __device__ __forceinline__ bool done() const { return unit() >= order_.units(); }
   __device__ __forceinline__ void next() { step_ += unit() < order_.pairs() ? 1 : 2; }
-  __device__ __forceinline__ WorkItem item() const {
+  __device__ __forceinline__ WorkTile work_tile() const {
     const int pairs = order_.pairs();
     if (unit() < pairs) {
       const int rank = unit() % order_.row_blocks, first_head = unit() / order_.row_blocks * 2;
-      if ((step_ & 1) == 0) return item_at(rank / 2, first_head + rank % 2);
-      return item_at(order_.row_blocks - 1 - rank / 2, first_head + 1 - rank % 2);
+      if ((step_ & 1) == 0) return work_tile_at(rank / 2, first_head + rank % 2);
+      return work_tile_at(order_.row_blocks - 1 - rank / 2, first_head + 1 - rank % 2);
     }
     const int single = unit() - pairs, heads = order_.heads - order_.paired_heads;
-    if (!order_.triangular) return item_at(single % order_.row_blocks, single / order_.row_blocks);
-    return item_at(single / heads, order_.paired_heads + single % heads);
+    if (!order_.triangular) return work_tile_at(single % order_.row_blocks, single / order_.row_blocks);
+    return work_tile_at(single / heads, order_.paired_heads + single % heads);
   }
 
  private:
   const WorkOrder& order_;
-  int step_ = 0;  // two a round: the first and the second item of a pair
+  int step_ = 0;  // two steps per round: the first and the second work tile of a pair
 
   __device__ __forceinline__ int unit() const {
     const int round = step_ >> 1, blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     return round * blocks + ((round & 1) != 0 ? blocks - 1 - block : block);
   }
-  // rank: by length.
-  __device__ __forceinline__ WorkItem item_at(int rank, int head) const {
+  // rank: position in the order from longest to shortest work tile of the head.
+  __device__ __forceinline__ WorkTile work_tile_at(int rank, int head) const {
     return {order_.last_rows_first ? order_.row_blocks - 1 - rank : rank, head};
   }
 };
