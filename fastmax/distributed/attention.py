@@ -16,9 +16,9 @@ from fastmax.core import validation
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.distributed import ring, states
-from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
+from fastmax.distributed.part_decays import PartDecays
 from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, report_errors
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import fastmax_attention, flash_attention
@@ -440,11 +440,11 @@ def _of_earlier_keys(
     bounded = asked.log_decay is not None or asked.cu_seqlens is not None
     k, v, mask, decay = surrounded._replace(parts=keys).side_by_side()
     k_starts = tuple(k_starts) if bounded else None
-    carries = Carries(k, decay, k_starts, *spread) if bounded else None
+    part_decays = PartDecays(k, decay, k_starts, *spread) if bounded else None
     if algorithm == "linear":
-        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, k_starts, carries))
+        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, k_starts, part_decays))
     else:
-        job = ring.Job(score, True, spread, mask, k_starts, carries, None)
+        job = ring.Job(score, True, spread, mask, k_starts, part_decays, None)
         attend = partial(ring.attend, q, k, v, decay, job)
 
     def finish() -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from fastmax.distributed.attention import (
     context_parallel_flash_attention,
     tokens_before,
 )
-from fastmax.distributed.communication import gather
+from fastmax.distributed.communication import all_gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, mark_reported, report_errors
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
@@ -144,7 +144,7 @@ class Context:
             check_consistency(self.group, options, mask.shape[1])
         longest = max(layout.count(rank) for rank in range(layout.world))
         own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
-        of_ranks = gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
+        of_ranks = all_gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
         real = mask.new_zeros(mask.shape[0], layout.tokens)
         for rank in range(layout.world):
             for part in layout.of(rank):

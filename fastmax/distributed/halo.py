@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fastmax.distributed.communication import scatter_rows
-from fastmax.distributed.final import without_second_derivative
+from fastmax.distributed.communication import all_to_all
 from fastmax.distributed.layout import Layout, Part
+from fastmax.distributed.once_differentiable import once_differentiable
 
 
 class Move(NamedTuple):
@@ -84,7 +84,7 @@ class _Halo(torch.autograd.Function):
         return out
 
     @staticmethod
-    @without_second_derivative
+    @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         like, wanted = next(x for x in grads if x is not None), ctx.needs_input_grad[2:]
         out = [like.new_zeros(shape) if wants else None for shape, wants in zip(ctx.shapes, wanted, strict=True)]
@@ -111,7 +111,8 @@ def _move(plan: Plan, group: dist.ProcessGroup, tensors, out, backward: bool) ->
     sources[group.rank()] = targets[group.rank()] = []
     counts = [[sum(x.numel() for x in of_rank) for of_rank in of_ranks] for of_ranks in (sources, targets)]
     flat = [x.reshape(-1) for of_rank in sources for x in of_rank]
-    came = scatter_rows("tokens around parts", torch.cat(flat) if flat else tensors[0].new_empty(0), *counts, group).wait()
-    targets = [x for of_rank in targets for x in of_rank]
-    for x, y in zip(came.split([x.numel() for x in targets]), targets, strict=True):
+    message = torch.cat(flat) if flat else tensors[0].new_empty(0)
+    received = all_to_all("tokens around parts", message, group, *counts).wait()
+    flat_targets = [x for of_rank in targets for x in of_rank]
+    for x, y in zip(received.split([x.numel() for x in flat_targets]), flat_targets, strict=True):
         y.add_(x.view(y.shape))

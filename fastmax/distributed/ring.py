@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from fastmax import eager, ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, quotient
-from fastmax.distributed.carries import Carries
-from fastmax.distributed.communication import Pending, all_to_all, pass_on
-from fastmax.distributed.final import without_second_derivative
+from fastmax.distributed.communication import Pending, all_to_all, ring_send_recv
 from fastmax.distributed.layout import Part, Spread
+from fastmax.distributed.once_differentiable import once_differentiable
+from fastmax.distributed.part_decays import PartDecays
 
 _ALIGNED = 16  # bytes: alignment of tensors in a message, for vectorised loads of kernels
 
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     spread: Spread
     mask: Tensor | None  # bool (b, n)
     k_starts: tuple[Tensor, ...] | None  # causal: int32 (b, hk, tokens) of each part; -1: keys before the part are visible
-    carries: Carries | None
+    part_decays: PartDecays | None
     ranges: tuple[Tensor, Tensor] | None  # not causal: start and end of the global keys that each query sees, int64 (n,) each
 
     def holder(self, step: int) -> int:
@@ -186,15 +186,15 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[B
 
 def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
-    forgotten = job.carries.forgotten(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
-    first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
+    first_visible = job.part_decays.first_visible(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
+    first = (first_visible - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
 
 
 def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
     (queries,), (keys,) = block.queries, block.keys
-    between = job.carries.between(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
+    between = job.part_decays.log_decay_of(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
@@ -268,7 +268,7 @@ class _Ring(torch.autograd.Function):
         return o, statistic
 
     @staticmethod
-    @without_second_derivative
+    @once_differentiable
     def backward(ctx, grad_o: Tensor | None, grad_statistic: Tensor | None):
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
@@ -299,7 +299,7 @@ class _Ring(torch.autograd.Function):
             following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
             message = _packed(of_keys.result(), gradients_of(held, step))
             expected = message_bytes(gradients_of(following, step))
-            arriving = pass_on("gradients of keys and values", message, expected, job.spread.group, tag=1)
+            arriving = ring_send_recv("gradients of keys and values", message, expected, job.spread.group, tag=1)
         if arriving is not None:
             of_own_keys.add_all(_unpacked(arriving.wait(), gradients_of(own, step)))
         (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
@@ -356,7 +356,7 @@ def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
         if step + 1 < job.spread.layout.world:
             message = _packed(own, own) if step == 0 else message
             following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
-            arriving = pass_on("keys and values", message, message_bytes(following), job.spread.group, tag=0)
+            arriving = ring_send_recv("keys and values", message, message_bytes(following), job.spread.group, tag=0)
         yield held, job.holder(step)
         if arriving is not None:
             message = arriving.wait()

@@ -2,13 +2,13 @@
 
 Each part computes the state of its own keys. After one exchange, it starts from the decayed sum of the states of earlier parts.
 The backward reverses the direction: the gradient of the state in which a part ends is a sum over the queries of later parts.
-`Carries` holds the decay factor of each part.
+`PartDecays` holds the decay factor of each part.
 
 Kernels save the chunk states that they compute with a part's own state, so that keys are accumulated once. The gradient of
 the queries does not depend on later parts, and is computed during the exchange of gradients.
 
 A few ranks all-gather their states. With more ranks, each receives one slice of all states, computes its prefix sums for all
-parts, and returns them: two all-to-all collectives (`by_shares`).
+parts, and returns them: two all-to-all collectives (`uses_all_to_all`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.nn import functional as F
 from fastmax import eager, ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score
-from fastmax.distributed.carries import Carries
-from fastmax.distributed.communication import Pending, all_to_all, gather
-from fastmax.distributed.final import without_second_derivative
+from fastmax.distributed.communication import Pending, all_gather, all_to_all
 from fastmax.distributed.layout import Layout, Part, Spread
+from fastmax.distributed.once_differentiable import once_differentiable
+from fastmax.distributed.part_decays import PartDecays
 
 # Bytes that take as long as the latency of one collective: 20 us at 300 GB/s. The all-to-all exchange has one collective more
 # than the all-gather, so it must save at least these bytes.
-_BYTES_OF_A_MESSAGE = 6 << 20
+_BYTES_OF_ONE_LATENCY = 6 << 20
 
 
-def by_shares(world: int, state_bytes: int) -> bool:
+def uses_all_to_all(world: int, state_bytes: int) -> bool:
     """Returns whether all-to-all, not all-gather, exchanges the states. `state_bytes` is the size of the states of one rank."""
-    return (world - 1) * (1 - 2 / world) * state_bytes > _BYTES_OF_A_MESSAGE
+    return (world - 1) * (1 - 2 / world) * state_bytes > _BYTES_OF_ONE_LATENCY
 
 
 class Exchange:
@@ -50,7 +50,7 @@ class Exchange:
         self,
         own: list[Tensor],
         like: Tensor,
-        carries: Carries | None,
+        part_decays: PartDecays | None,
         spread: Spread,
         backward: bool,
     ):
@@ -59,21 +59,21 @@ class Exchange:
         Args:
             own: packed state of each local part.
             like: (channels, elements), a placeholder for missing parts; needed on ranks without parts.
-            carries: decay factors of the parts; None: no decays.
+            part_decays: decay factors of the parts; None: no decays.
             spread: layout and process group.
             backward: sums run over later parts.
         """
         self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
-        self._carries = carries
+        self._part_decays = part_decays
         self._elements = like.shape[1]
         missing = [like] * (layout.most_parts - len(own))
         all_own = [*own, *missing]
         states = all_own[0].unsqueeze(0) if len(all_own) == 1 else torch.stack(all_own)
-        self._shares = by_shares(layout.world, states.numel() * states.element_size())
+        self._shares = uses_all_to_all(layout.world, states.numel() * states.element_size())
         what = "gradients of states" if backward else "states"
         if not self._shares:
-            self._pending: Pending = gather(what, states, group)
+            self._pending: Pending = all_gather(what, states, group)
             return
         world = layout.world
         states = F.pad(states, (0, -self._elements % world)).unflatten(2, (world, -1)).permute(2, 0, 1, 3)
@@ -122,9 +122,9 @@ class Exchange:
         if before is None:
             return own
         before = before.double()
-        if self._carries is None:
+        if self._part_decays is None:
             return before + own
-        factor = self._carries.factors[place]  # NaN if a decay is NaN; zeros stay zeros
+        factor = self._part_decays.factors[place]  # NaN if a decay is NaN; zeros stay zeros
         return own + torch.where((factor == 0.0) | (before == 0.0), 0.0, before * factor)
 
 
@@ -140,7 +140,7 @@ class Job(NamedTuple):
     spread: Spread
     mask: Tensor | None  # bool (b, n)
     k_starts: tuple[Tensor, ...] | None  # int32 (b, hk, tokens) of each part; -1: the state before the part is visible
-    carries: Carries | None
+    part_decays: PartDecays | None
 
     def call(self, i: int, log_decay: Tensor | None) -> Call:
         """Returns the `Call` of the i-th local part."""
@@ -160,8 +160,8 @@ def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -
         A function that waits for the states and returns o (b, h, n, dv) and the denominators (b, h, n) of the local tokens.
     """
     call = _Call(job)
-    ticket = _Begin.apply(call, q, k, v, log_decay)
-    return lambda: _Finish.apply(call, ticket, *(None if x is None else x.detach() for x in (q, k, v, log_decay)))
+    token = _Begin.apply(call, q, k, v, log_decay)
+    return lambda: _Finish.apply(call, token, *(None if x is None else x.detach() for x in (q, k, v, log_decay)))
 
 
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
@@ -285,11 +285,11 @@ class _Begin(torch.autograd.Function):
             return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
 
         own, call.kept = _own_states(state_of, job, like, k, backward=False)
-        call.states = Exchange(own, like, job.carries, job.spread, backward=False)
+        call.states = Exchange(own, like, job.part_decays, job.spread, backward=False)
         return q.new_empty(0)
 
     @staticmethod
-    @without_second_derivative
+    @once_differentiable
     def backward(ctx, _):
         gradients, ctx.call.gradients = ctx.call.gradients(), None
         return None, *gradients, *(None,) * (4 - len(gradients))
@@ -302,7 +302,7 @@ class _Finish(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+    def forward(ctx, call: _Call, token: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
         came = call.states.wait()
         before = _states(came, v)
@@ -323,7 +323,7 @@ class _Finish(torch.autograd.Function):
         return o, z
 
     @staticmethod
-    @without_second_derivative
+    @once_differentiable
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
@@ -337,7 +337,7 @@ class _Finish(torch.autograd.Function):
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
         own, kept = _own_states(state_of, job, like, k, backward=True)
-        exchange = Exchange(own, like, job.carries, job.spread, backward=True)
+        exchange = Exchange(own, like, job.part_decays, job.spread, backward=True)
         # Overlaps with the exchange.
         of_queries: list[tuple[Tensor, Tensor] | None] = [
             ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
@@ -379,7 +379,7 @@ class _FromTotal(torch.autograd.Function):
         return o, z
 
     @staticmethod
-    @without_second_derivative
+    @once_differentiable
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, o, z, total = ctx.saved_tensors
         call = Call(ctx.job.score, causal=True, attention_mask=ctx.job.mask)
@@ -397,7 +397,7 @@ class _FromTotal(torch.autograd.Function):
 
 def _total(own: Tensor, job: Job, what: str) -> Tensor:
     """Returns the sum of `own` over ranks, accumulated in float64."""
-    return gather(what, own, job.spread.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
+    return all_gather(what, own, job.spread.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
 
 
 def _reading(call: Call, k: Tensor) -> Call:

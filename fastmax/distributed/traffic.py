@@ -10,7 +10,7 @@ import torch
 from fastmax import eager
 from fastmax.distributed import halo, ring
 from fastmax.distributed.layout import Layout
-from fastmax.distributed.states import by_shares
+from fastmax.distributed.states import uses_all_to_all
 
 _CARRY = 16  # bytes: two float64 numbers per part and key/value head
 
@@ -96,7 +96,7 @@ def _states(layout: Layout, keys: ring.Keys, causal: bool, p: int) -> Bytes:
     parts = layout.most_parts if causal else 1
     size = torch.finfo(eager.compute_dtype(keys.k.dtype)).bits // 8
     own = parts * b * hk * elements * size
-    if causal and by_shares(world, own):
+    if causal and uses_all_to_all(world, own):
         share = -(-elements // world)
         received = 2 * (world - 1) * parts * b * hk * share * size
     else:
