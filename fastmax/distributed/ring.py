@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import functional as F
 
 from fastmax import eager, ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, quotient
 from fastmax.distributed.communication import Pending, all_to_all, ring_send_recv
-from fastmax.distributed.layout import Part, Spread
+from fastmax.distributed.layout import Layout, Part
 from fastmax.distributed.once_differentiable import once_differentiable
 from fastmax.distributed.part_decays import PartDecays
 
@@ -38,15 +39,21 @@ class Job(NamedTuple):
 
     score: Score | Softmax
     causal: bool
-    spread: Spread
+    layout: Layout
+    group: dist.ProcessGroup
     mask: Tensor | None  # bool (b, n)
     k_starts: tuple[Tensor, ...] | None  # causal: int32 (b, hk, tokens) of each part; -1: keys before the part are visible
     part_decays: PartDecays | None
     ranges: tuple[Tensor, Tensor] | None  # not causal: start and end of the global keys that each query sees, int64 (n,) each
 
-    def holder(self, step: int) -> int:
-        """Returns the rank whose keys this rank holds in a step."""
-        return (self.spread.group.rank() - step) % self.spread.layout.world
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of this rank."""
+        return self.layout.of(self.group.rank())
+
+    def owner(self, step: int) -> int:
+        """Returns the rank that owns the keys which this rank holds in a step."""
+        return (self.group.rank() - step) % self.layout.world
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
@@ -132,20 +139,20 @@ def _span(parts: tuple[Part, ...]) -> slice:
     return slice(parts[0].local.start, parts[-1].local.stop)
 
 
-def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """Yields the calls for the local queries and the keys of rank `holder`.
+def _blocks(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
+    """Yields the calls for the local queries and the keys of rank `owner`.
 
     Without decays, resets or ranges, consecutive parts share one call: a rank holds its parts in sequence order, so its own
     keys are one causal call, and of the keys of another rank each part sees a prefix.
     """
     if own.log_decay is not None or job.k_starts is not None or job.ranges is not None:
-        yield from _blocks_of_parts(job, own, held, holder)
+        yield from _blocks_of_parts(job, own, held, owner)
         return
-    layout, of_rank = job.spread.layout, job.spread.parts
-    all_keys = layout.of(holder)
+    layout, of_rank = job.layout, job.parts
+    all_keys = layout.of(owner)
     if not all_keys:
         return
-    if not job.causal or holder == job.spread.group.rank():
+    if not job.causal or owner == job.group.rank():
         if of_rank:
             yield _block(job, of_rank, all_keys, held, causal=job.causal)
         return
@@ -160,10 +167,10 @@ def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Ke
     return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", attention_mask=x.mask))
 
 
-def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """Yields one call for each pair of a local part and a visible part of rank `holder`."""
-    for i, queries in enumerate(job.spread.parts):
-        for keys in job.spread.layout.of(holder):
+def _blocks_of_parts(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
+    """Yields one call for each pair of a local part and a visible part of rank `owner`."""
+    for i, queries in enumerate(job.parts):
+        for keys in job.layout.of(owner):
             if job.causal and keys.start > queries.start:
                 continue
             block = _block(job, (queries,), (keys,), held, causal=job.causal and keys == queries)
@@ -186,7 +193,7 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[B
 
 def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
-    first_visible = job.part_decays.first_visible(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
+    first_visible = job.part_decays.first_visible(job.layout.index[job.parts[i]]).unsqueeze(-1)
     first = (first_visible - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
 
@@ -194,7 +201,7 @@ def _k_start(job: Job, i: int, keys: Part) -> Tensor:
 def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
     (queries,), (keys,) = block.queries, block.keys
-    between = job.part_decays.log_decay_of(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
+    between = job.part_decays.log_decay_of(job.layout.index[keys] + 1, job.layout.index[queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
@@ -252,9 +259,9 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         own = Keys(k, v, log_decay, job.mask)
-        sums = {part: _Sums(job.score) for part in job.spread.parts}
-        for held, holder in _travelling(job, own):
-            for block in _blocks(job, own, held, holder):
+        sums = {part: _Sums(job.score) for part in job.parts}
+        for held, owner in _travelling(job, own):
+            for block in _blocks(job, own, held, owner):
                 results = ops.attention(q[:, :, block.rows], block.k, block.v, block.call)
                 for part in block.queries:
                     at = slice(part.local.start - block.rows.start, part.local.stop - block.rows.start)
@@ -277,9 +284,9 @@ class _Ring(torch.autograd.Function):
         of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
         between = None if log_decay is None else _Between(job, log_decay)
         arriving: Pending | None = None
-        for step, (held, holder) in enumerate(_travelling(job, own)):
+        for step, (held, owner) in enumerate(_travelling(job, own)):
             of_keys = _Totals(held[:3])
-            for block in _blocks(job, own, held, holder):
+            for block in _blocks(job, own, held, owner):
                 rows, columns = block.rows, block.columns
                 tokens = columns.stop - columns.start
                 of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
@@ -296,10 +303,10 @@ class _Ring(torch.autograd.Function):
                 continue
             if arriving is not None:
                 of_keys.add_all(_unpacked(arriving.wait(), gradients_of(held, step - 1)))
-            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
+            following = own.with_tokens(job.layout.count(job.owner(step + 1)))
             message = _packed(of_keys.result(), gradients_of(held, step))
             expected = message_bytes(gradients_of(following, step))
-            arriving = ring_send_recv("gradients of keys and values", message, expected, job.spread.group, tag=1)
+            arriving = ring_send_recv("gradients of keys and values", message, expected, job.group, tag=1)
         if arriving is not None:
             of_own_keys.add_all(_unpacked(arriving.wait(), gradients_of(own, step)))
         (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
@@ -351,13 +358,13 @@ class _Totals:
 def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
     """Yields the keys held in each step and the rank that owns them. The next keys are received meanwhile."""
     held, message = own, None
-    for step in range(job.spread.layout.world):
+    for step in range(job.layout.world):
         arriving = None
-        if step + 1 < job.spread.layout.world:
+        if step + 1 < job.layout.world:
             message = _packed(own, own) if step == 0 else message
-            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
-            arriving = ring_send_recv("keys and values", message, message_bytes(following), job.spread.group, tag=0)
-        yield held, job.holder(step)
+            following = own.with_tokens(job.layout.count(job.owner(step + 1)))
+            arriving = ring_send_recv("keys and values", message, message_bytes(following), job.group, tag=0)
+        yield held, job.owner(step)
         if arriving is not None:
             message = arriving.wait()
             held = Keys(*_unpacked(message, following))
@@ -368,20 +375,20 @@ class _Between:
 
     def __init__(self, job: Job, like: Tensor):
         self._job = job
-        layout = job.spread.layout
+        layout = job.layout
         b, hk, self._tokens = like.shape
         self._sums = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
 
     def add(self, block: Block, flow: Tensor) -> None:
-        layout = self._job.spread.layout
+        layout = self._job.layout
         (queries,), (keys,) = block.queries, block.keys
         for part in layout.parts[layout.index[keys] + 1 : layout.index[queries]]:
             self._sums[part.rank, layout.of(part.rank).index(part)] += flow
 
     def result(self) -> Tensor:
         """Sends the sums to their ranks. Returns the gradient of the local decays, (b, hk, n) in float64."""
-        came = all_to_all("gradients of decays", self._sums, self._job.spread.group).wait().sum(0)
+        came = all_to_all("gradients of decays", self._sums, self._job.group).wait().sum(0)
         out = came.new_zeros(*came.shape[1:], self._tokens)
-        for x, part in zip(came, self._job.spread.parts, strict=False):
+        for x, part in zip(came, self._job.parts, strict=False):
             out[..., part.local] = x.unsqueeze(-1)
         return out

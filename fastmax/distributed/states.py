@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import functional as F
 
 from fastmax import eager, ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score
 from fastmax.distributed.communication import Pending, all_gather, all_to_all
-from fastmax.distributed.layout import Layout, Part, Spread
+from fastmax.distributed.layout import Layout, Part
 from fastmax.distributed.once_differentiable import once_differentiable
 from fastmax.distributed.part_decays import PartDecays
 
@@ -51,7 +52,8 @@ class Exchange:
         own: list[Tensor],
         like: Tensor,
         part_decays: PartDecays | None,
-        spread: Spread,
+        layout: Layout,
+        group: dist.ProcessGroup,
         backward: bool,
     ):
         """Starts the exchange.
@@ -60,11 +62,9 @@ class Exchange:
             own: packed state of each local part.
             like: (channels, elements), a placeholder for missing parts; needed on ranks without parts.
             part_decays: decay factors of the parts; None: no decays.
-            spread: layout and process group.
             backward: sums run over later parts.
         """
-        self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
-        layout, group = spread
+        self._layout, self._parts, self._own, self._backward = layout, layout.of(group.rank()), own, backward
         self._part_decays = part_decays
         self._elements = like.shape[1]
         missing = [like] * (layout.most_parts - len(own))
@@ -137,14 +137,20 @@ class Job(NamedTuple):
     """The arguments of a call beside q, k, v and log_decay."""
 
     score: Score
-    spread: Spread
+    layout: Layout
+    group: dist.ProcessGroup
     mask: Tensor | None  # bool (b, n)
     k_starts: tuple[Tensor, ...] | None  # int32 (b, hk, tokens) of each part; -1: the state before the part is visible
     part_decays: PartDecays | None
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of this rank."""
+        return self.layout.of(self.group.rank())
+
     def call(self, i: int, log_decay: Tensor | None) -> Call:
         """Returns the `Call` of the i-th local part."""
-        local = self.spread.parts[i].local
+        local = self.parts[i].local
         mask = None if self.mask is None else self.mask[:, local]
         decay = None if log_decay is None else log_decay[..., local]
         first = None if self.k_starts is None else self.k_starts[i]
@@ -260,8 +266,8 @@ def _own_states(
     anyway: a rank that starts the collective early would occupy multiprocessors while it waits.
     """
     own, kept = [], []
-    unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
-    for i, part in enumerate(job.spread.parts):
+    unread = () if k.is_cuda and job.score.order == 2 else _ends(job.layout, not backward)
+    for i, part in enumerate(job.parts):
         if part in unread:
             own.append(like), kept.append(_nothing_kept(k))
         else:
@@ -285,7 +291,7 @@ class _Begin(torch.autograd.Function):
             return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
 
         own, call.kept = _own_states(state_of, job, like, k, backward=False)
-        call.states = Exchange(own, like, job.part_decays, job.spread, backward=False)
+        call.states = Exchange(own, like, job.part_decays, job.layout, job.group, backward=False)
         return q.new_empty(0)
 
     @staticmethod
@@ -309,7 +315,7 @@ class _Finish(torch.autograd.Function):
         after = [] if log_decay is None else _states(call.states.passed_on(came), v)  # for the gradient of log_decay
         call.states = came = None
         pieces = []
-        for i, part in enumerate(job.spread.parts):
+        for i, part in enumerate(job.parts):
             of_part, state = _without_nan(job.call(i, log_decay), before[i])
             pieces.append(ops.prefill_kept_(*_of(part, q, k, v), of_part, *state, call.kept[i]))
             call.kept[i] = None
@@ -327,7 +333,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
-        parts = job.spread.parts
+        parts = job.parts
         states = list(zip(states[::2], states[1::2], strict=True))
         before, after = states[: len(parts)], states[len(parts) :]
         calls = [job.call(i, log_decay) for i in range(len(parts))]
@@ -337,7 +343,7 @@ class _Finish(torch.autograd.Function):
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
         own, kept = _own_states(state_of, job, like, k, backward=True)
-        exchange = Exchange(own, like, job.part_decays, job.spread, backward=True)
+        exchange = Exchange(own, like, job.part_decays, job.layout, job.group, backward=True)
         # Overlaps with the exchange.
         of_queries: list[tuple[Tensor, Tensor] | None] = [
             ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
@@ -397,7 +403,7 @@ class _FromTotal(torch.autograd.Function):
 
 def _total(own: Tensor, job: Job, what: str) -> Tensor:
     """Returns the sum of `own` over ranks, accumulated in float64."""
-    return all_gather(what, own, job.spread.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
+    return all_gather(what, own, job.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
 
 
 def _reading(call: Call, k: Tensor) -> Call:
