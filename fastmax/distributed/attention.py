@@ -246,7 +246,7 @@ class _Arguments(NamedTuple):
 
 
 class _PartKeys(NamedTuple):
-    """Keys, values, mask and decays of a part with its halo."""
+    """Keys, values, mask and decays of a part and its halo."""
 
     k: Tensor  # (b, hk, before + n + behind, d)
     v: Tensor
@@ -272,7 +272,7 @@ class _Keys(NamedTuple):
     """Keys of this rank, part by part."""
 
     parts: list[_PartKeys]
-    none: _PartKeys  # zero tokens; connects the graph of a rank without parts, whose gradients others may wait for
+    none: _PartKeys  # zero tokens: keeps a rank without parts in the autograd graph, because others wait for it in the backward
     own: _PartKeys | None = None  # all local tokens, if there is no halo
 
     def each(self, function: Callable[[_PartKeys], _PartKeys]) -> _Keys:
@@ -431,10 +431,10 @@ def _start_causal(
     algorithm: str = "quadratic",
     window: int = 0,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Starts causal attention to the keys at least `window` tokens before each query.
+    """Starts attention of each query to the keys at least `window` tokens before it.
 
-    This is causal attention with keys shifted by `window` tokens: query i is at the position of key i - `window`. `keys`
-    must have `window` tokens before each part.
+    This is causal attention with keys shifted by `window` tokens: query i is aligned with key i - `window`. `keys` must have a
+    halo of `window` tokens before each part.
 
     Returns:
         A function that finishes the call and returns the output and the log of the denominators.
@@ -489,14 +489,14 @@ def _non_causal_ring(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, sco
 
 
 def _in_window(q: Tensor, keys: _Keys, arguments: _Arguments, score: Softmax, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """Softmax attention to the `left` tokens before each query, its own position, and the `right` tokens after it.
+    """Softmax attention of each query to the `left` tokens before it, its own token, and the `right` tokens after it.
 
-    `keys` must have these tokens as the halo of each part. Returns the output and the log-sum-exp.
+    `keys` must have a halo of these tokens. Returns the output and the log-sum-exp.
     """
     pieces = []
     for x, part in zip(keys.parts, arguments.parts, strict=True):
         of_part, m = q[:, :, part.local], x.k.shape[2]
-        # Operators align the last query with the last key: query i with the key `right` tokens after it, where the window ends.
+        # Operators align the last query with the last key. Here that aligns each query with the last key of its window.
         call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, attention_mask=x.mask)
         first = end = None
         if x.log_decay is not None:

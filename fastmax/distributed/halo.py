@@ -18,7 +18,7 @@ class Move(NamedTuple):
     """Tokens to copy from a rank to the halo of another."""
 
     source: slice  # local tokens of the sender
-    place: slice  # positions in the receiver's halo, which concatenates those of its parts
+    target: slice  # positions in the receiver's halo, which concatenates the halos of its parts
 
 
 class Plan(NamedTuple):
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
     sent: tuple[tuple[Move, ...], ...]  # to each rank
     received: tuple[tuple[Move, ...], ...]  # from each rank; moves within the rank are in both
-    places: int  # positions in the halo
+    size: int  # tokens in the halo
 
 
 @lru_cache(maxsize=256)
@@ -45,13 +45,13 @@ def _moves(layout: Layout, source: int, target: int, before: int, behind: int):
 def _moves_to(layout: Layout, target: int, before: int, behind: int) -> dict[int, list[Move]]:
     moves: dict[int, list[Move]] = {}
     for i, part in enumerate(layout.of(target)):
-        for start, stop, place in (
+        for start, stop, at in (
             (part.start - before, part.start, i * (before + behind)),
             (part.stop, part.stop + behind, i * (before + behind) + before),
         ):
             for held, first, last in layout.overlapping(max(0, start), stop):
                 source = held.offset + first - held.start
-                move = Move(slice(source, source + last - first), slice(place + first - start, place + last - start))
+                move = Move(slice(source, source + last - first), slice(at + first - start, at + last - start))
                 moves.setdefault(held.rank, []).append(move)
     return moves
 
@@ -59,7 +59,7 @@ def _moves_to(layout: Layout, target: int, before: int, behind: int) -> dict[int
 def halo(tensors: tuple[Tensor, ...], before: int, behind: int, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Returns the halo (b, heads, parts * (before + behind), ...) of each tensor (b, heads, n, ...).
 
-    The halo holds, for each local part, the `before` tokens before it and the `behind` tokens after it; positions outside the
+    The halo holds, for each local part, the `before` tokens before it and the `behind` tokens after it. Positions outside the
     sequence are zeros. Differentiable.
 
     Args:
@@ -79,7 +79,7 @@ class _Halo(torch.autograd.Function):
     def forward(ctx, plan: Plan, group: dist.ProcessGroup, *tensors: Tensor):
         ctx.plan, ctx.group, ctx.shapes = plan, group, [x.shape for x in tensors]
         ctx.set_materialize_grads(False)
-        out = tuple(x.new_zeros(*x.shape[:2], plan.places, *x.shape[3:]) for x in tensors)
+        out = tuple(x.new_zeros(*x.shape[:2], plan.size, *x.shape[3:]) for x in tensors)
         _move(plan, group, tensors, out, backward=False)
         return out
 
@@ -91,13 +91,13 @@ class _Halo(torch.autograd.Function):
         given = []
         for x, shape, wants in zip(grads, ctx.shapes, wanted, strict=True):
             if wants:
-                given.append(like.new_zeros(*shape[:2], ctx.plan.places, *shape[3:]) if x is None else x)
+                given.append(like.new_zeros(*shape[:2], ctx.plan.size, *shape[3:]) if x is None else x)
         _move(ctx.plan, ctx.group, given, [x for x in out if x is not None], backward=True)
         return None, None, *out
 
 
 def _move(plan: Plan, group: dist.ProcessGroup, tensors, out, backward: bool) -> None:
-    """Exchanges slices of `tensors` and adds them to `out`; the backward reverses the direction."""
+    """Exchanges slices of `tensors` and adds them to `out`. In the backward, slices travel from targets to sources."""
     (sent, source), (received, target) = (plan.sent, 0), (plan.received, 1)  # moves, and the field of Move that indexes them
     if backward:
         (sent, source), (received, target) = (received, target), (sent, source)

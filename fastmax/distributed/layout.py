@@ -16,7 +16,7 @@ from fastmax.core import validation
 
 
 class Part(NamedTuple):
-    """A range of the sequence on one rank."""
+    """A range of consecutive tokens of the sequence, on one rank."""
 
     start: int  # global tokens
     stop: int

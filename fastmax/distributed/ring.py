@@ -3,12 +3,12 @@
 In each step a rank attends its queries to the keys it holds, while it receives the next ones. Partial outputs are merged by
 their denominators or log-sum-exp.
 
-The backward is a second ring. Given o and its statistic (denominator or log-sum-exp) over all keys, an operator returns the
-gradients of one block. Keys and values are sent around again, and their gradients follow. Gradients make one more step than
-the keys, which brings them to the owner. The gradients of a rank's own keys are not sent.
+The backward is a second ring, of keys, values and their gradients. Given o and its statistic (denominator or log-sum-exp) over
+all keys, an operator returns the gradients of one block. Gradients make one more step than the keys, which brings them to their
+owner. The gradients of a rank's own keys are not sent.
 
-With decays, queries and the keys of an earlier part are one causal call over the keys of both parts. The keys of the later part
-are masked and contribute only their decays.
+With decays, attention of a part to an earlier part is one causal call over the keys of both. The keys of the later part are
+masked and contribute only their decays.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ def _bytes(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _packed(tensors, like) -> Tensor:
+def _pack(tensors, like) -> Tensor:
     """Packs tensors into one uint8 message with the shapes and dtypes of `like`, aligned so that kernels read them in place."""
     given = [x for x in tensors if x is not None]
     message = given[0].new_empty(message_bytes(like), dtype=torch.uint8)
-    for place, x in zip(_unpacked(message, [x for x in like if x is not None]), given, strict=True):
-        place.copy_(x)
+    for view, x in zip(_unpack(message, [x for x in like if x is not None]), given, strict=True):
+        view.copy_(x)
     return message
 
 
-def _unpacked(message: Tensor, like):
+def _unpack(message: Tensor, like):
     """Returns views of a message with the shapes and dtypes of `like`."""
     out, at = [], 0
     for x in like:
@@ -142,11 +142,11 @@ def _span(parts: tuple[Part, ...]) -> slice:
 def _blocks(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
     """Yields the calls for the local queries and the keys of rank `owner`.
 
-    Without decays, resets or ranges, consecutive parts share one call: a rank holds its parts in sequence order, so its own
-    keys are one causal call, and of the keys of another rank each part sees a prefix.
+    Without decays, resets and ranges, consecutive parts share one call. A rank holds its parts in sequence order. Hence its own
+    keys are one causal call, and each part sees a prefix of the keys of another rank.
     """
     if own.log_decay is not None or job.k_starts is not None or job.ranges is not None:
-        yield from _blocks_of_parts(job, own, held, owner)
+        yield from _blocks_by_part(job, own, held, owner)
         return
     layout, of_rank = job.layout, job.parts
     all_keys = layout.of(owner)
@@ -167,7 +167,7 @@ def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Ke
     return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", attention_mask=x.mask))
 
 
-def _blocks_of_parts(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
+def _blocks_by_part(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
     """Yields one call for each pair of a local part and a visible part of rank `owner`."""
     for i, queries in enumerate(job.parts):
         for keys in job.layout.of(owner):
@@ -186,7 +186,7 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Bl
                 call = call._replace(k_start=first.expand(shape), k_end=end.expand(shape))
             block = block._replace(call=call)
             if keys != queries and x.log_decay is not None:
-                yield _decay(job, block, own.of(queries.local), x)
+                yield _with_decays(job, block, own.of(queries.local), x)
             else:
                 yield block
 
@@ -198,7 +198,7 @@ def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
 
 
-def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
+def _with_decays(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
     (queries,), (keys,) = block.queries, block.keys
     between = job.part_decays.log_decay_of(job.layout.index[keys] + 1, job.layout.index[queries])
@@ -214,12 +214,12 @@ def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     return block._replace(k=k, v=v, call=call)
 
 
-class _Sums:
-    """Merges partial outputs of the queries of a part."""
+class _PartialOutputs:
+    """Merges the partial outputs of a part over blocks of keys."""
 
     def __init__(self, score: Score | Softmax):
         self._softmax = isinstance(score, Softmax)
-        # Of one block: its o. Of several, in the compute dtype: the numerator, or for softmax the normalised output.
+        # After one block: its o. After several, in the compute dtype: the numerator, or for softmax the normalised output.
         self._o: Tensor | None = None
         self._statistic: Tensor | None = None
         self._blocks = 0
@@ -259,8 +259,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         own = Keys(k, v, log_decay, job.mask)
-        sums = {part: _Sums(job.score) for part in job.parts}
-        for held, owner in _travelling(job, own):
+        sums = {part: _PartialOutputs(job.score) for part in job.parts}
+        for held, owner in _ring_steps(job, own):
             for block in _blocks(job, own, held, owner):
                 results = ops.attention(q[:, :, block.rows], block.k, block.v, block.call)
                 for part in block.queries:
@@ -280,12 +280,12 @@ class _Ring(torch.autograd.Function):
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        of_own_queries, of_own_keys = _Totals((q,)), None
+        of_own_queries, of_own_keys = _GradientSums((q,)), None
         of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
-        between = None if log_decay is None else _Between(job, log_decay)
-        arriving: Pending | None = None
-        for step, (held, owner) in enumerate(_travelling(job, own)):
-            of_keys = _Totals(held[:3])
+        between = None if log_decay is None else _DecayGradients(job, log_decay)
+        pending: Pending | None = None
+        for step, (held, owner) in enumerate(_ring_steps(job, own)):
+            of_keys = _GradientSums(held[:3])
             for block in _blocks(job, own, held, owner):
                 rows, columns = block.rows, block.columns
                 tokens = columns.stop - columns.start
@@ -295,20 +295,20 @@ class _Ring(torch.autograd.Function):
                 of_own_queries.add(rows, part[:1])
                 of_keys.add(columns, [x[:, :, :tokens] for x in part[1:] if x is not None])
                 if log_decay is not None and block.keys != block.queries:
-                    behind = part[3][..., tokens:]
-                    of_queries[..., rows] += behind
-                    between.add(block, behind[..., 0])
+                    grad_rows = part[3][..., tokens:]  # of the decays of the queries' own tokens
+                    of_queries[..., rows] += grad_rows
+                    between.add(block, grad_rows[..., 0])
             if step == 0:  # gradients of a rank's own keys are not sent
                 of_own_keys = of_keys
                 continue
-            if arriving is not None:
-                of_keys.add_all(_unpacked(arriving.wait(), gradients_of(held, step - 1)))
-            following = own.with_tokens(job.layout.count(job.owner(step + 1)))
-            message = _packed(of_keys.result(), gradients_of(held, step))
-            expected = message_bytes(gradients_of(following, step))
-            arriving = ring_send_recv("gradients of keys and values", message, expected, job.group, tag=1)
-        if arriving is not None:
-            of_own_keys.add_all(_unpacked(arriving.wait(), gradients_of(own, step)))
+            if pending is not None:
+                of_keys.add_all(_unpack(pending.wait(), gradients_of(held, step - 1)))
+            next_keys = own.with_tokens(job.layout.count(job.owner(step + 1)))
+            message = _pack(of_keys.result(), gradients_of(held, step))
+            expected = message_bytes(gradients_of(next_keys, step))
+            pending = ring_send_recv("gradients of keys and values", message, expected, job.group, tag=1)
+        if pending is not None:
+            of_own_keys.add_all(_unpack(pending.wait(), gradients_of(own, step)))
         (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
         grad_decay = None
         if log_decay is not None:
@@ -326,7 +326,7 @@ def gradients_of(keys: Keys, step: int) -> list[Tensor]:
     return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
 
 
-class _Totals:
+class _GradientSums:
     """Accumulates tensors (b, heads, tokens, ...) over blocks, in the compute dtype.
 
     A single block that covers all tokens keeps its dtype.
@@ -355,23 +355,23 @@ class _Totals:
         return [torch.zeros_like(x, dtype=eager.compute_dtype(x.dtype), memory_format=contiguous) for x in self._like]
 
 
-def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
-    """Yields the keys held in each step and the rank that owns them. The next keys are received meanwhile."""
+def _ring_steps(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
+    """Yields the keys held in each step and their owner. The next keys are received while the caller uses them."""
     held, message = own, None
     for step in range(job.layout.world):
-        arriving = None
+        pending = None
         if step + 1 < job.layout.world:
-            message = _packed(own, own) if step == 0 else message
-            following = own.with_tokens(job.layout.count(job.owner(step + 1)))
-            arriving = ring_send_recv("keys and values", message, message_bytes(following), job.group, tag=0)
+            message = _pack(own, own) if step == 0 else message
+            next_keys = own.with_tokens(job.layout.count(job.owner(step + 1)))
+            pending = ring_send_recv("keys and values", message, message_bytes(next_keys), job.group, tag=0)
         yield held, job.owner(step)
-        if arriving is not None:
-            message = arriving.wait()
-            held = Keys(*_unpacked(message, following))
+        if pending is not None:
+            message = pending.wait()
+            held = Keys(*_unpack(message, next_keys))
 
 
-class _Between:
-    """Accumulates the gradients of the decays of parts between queries and keys, and sends them to the ranks of those parts."""
+class _DecayGradients:
+    """Accumulates the decay gradients of parts between keys and queries, and sends them to the ranks of those parts."""
 
     def __init__(self, job: Job, like: Tensor):
         self._job = job
@@ -379,16 +379,17 @@ class _Between:
         b, hk, self._tokens = like.shape
         self._sums = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
 
-    def add(self, block: Block, flow: Tensor) -> None:
+    def add(self, block: Block, grad: Tensor) -> None:
+        """Adds `grad` (b, hk), the gradient of the total decay between the keys and the queries of a block."""
         layout = self._job.layout
         (queries,), (keys,) = block.queries, block.keys
         for part in layout.parts[layout.index[keys] + 1 : layout.index[queries]]:
-            self._sums[part.rank, layout.of(part.rank).index(part)] += flow
+            self._sums[part.rank, layout.of(part.rank).index(part)] += grad
 
     def result(self) -> Tensor:
         """Sends the sums to their ranks. Returns the gradient of the local decays, (b, hk, n) in float64."""
-        came = all_to_all("gradients of decays", self._sums, self._job.group).wait().sum(0)
-        out = came.new_zeros(*came.shape[1:], self._tokens)
-        for x, part in zip(came, self._job.parts, strict=False):
+        received = all_to_all("gradients of decays", self._sums, self._job.group).wait().sum(0)
+        out = received.new_zeros(*received.shape[1:], self._tokens)
+        for x, part in zip(received, self._job.parts, strict=False):
             out[..., part.local] = x.unsqueeze(-1)
         return out

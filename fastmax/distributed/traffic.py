@@ -1,4 +1,4 @@
-"""Number of bytes that a rank receives in a call of `fastmax.distributed`, calculated without running the call."""
+"""`exchanged_bytes`: the number of bytes that a rank receives in a call, calculated without running it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastmax.distributed import halo, ring
 from fastmax.distributed.layout import Layout
 from fastmax.distributed.states import uses_all_to_all
 
-_CARRY = 16  # bytes: two float64 numbers per part and key/value head
+_BYTES_OF_PART_DECAYS = 16  # two float64 numbers per part and key/value head
 
 
 class Bytes(NamedTuple):
@@ -86,7 +86,7 @@ def _global(layout: Layout, rank: int, keys: ring.Keys, algorithm: str, causal: 
     total = _states(layout, keys, causal, p) if algorithm == "linear" else _ring(layout, rank, keys)
     if bounded and causal:
         b, hk = keys.k.shape[:2]
-        total += Bytes((layout.world - 1) * layout.most_parts * b * hk * _CARRY, 0)
+        total += Bytes((layout.world - 1) * layout.most_parts * b * hk * _BYTES_OF_PART_DECAYS, 0)
     return total
 
 
