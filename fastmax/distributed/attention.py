@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -248,10 +248,10 @@ class _Arguments(NamedTuple):
 class _PartKeys(NamedTuple):
     """Keys, values, mask and decays of a part and its halo."""
 
-    k: Tensor  # (b, hk, before + n + behind, d)
+    k: Tensor  # (b, hk, before + n + after, d)
     v: Tensor
-    mask: Tensor | None  # bool (b, before + n + behind); False outside the sequence; never None with a halo
-    log_decay: Tensor | None  # (b, hk, before + n + behind), 0 outside the sequence
+    mask: Tensor | None  # bool (b, before + n + after); False outside the sequence; never None with a halo
+    log_decay: Tensor | None  # (b, hk, before + n + after), 0 outside the sequence
 
     def narrow(self, first: int, count: int) -> _PartKeys:
         if count == self.k.shape[2]:  # a view would cost a copy into zeros in the backward
@@ -281,8 +281,8 @@ class _Keys(NamedTuple):
     def side_by_side(self) -> _PartKeys:
         if len(self.parts) == 1:
             return self.parts[0]
-        k, v, mask, decay = zip(self.none, *self.parts, strict=True)
-        decay = None if decay[0] is None else torch.cat(decay, dim=2)
+        k, v, mask, decays = zip(self.none, *self.parts, strict=True)
+        decay = None if decays[0] is None else torch.cat(decays, dim=2)
         if self.own is not None:
             return self.own._replace(log_decay=decay)
         return _PartKeys(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(mask, dim=1), decay)
@@ -325,7 +325,7 @@ def _check_tensors(
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {validation.describe(cu_seqlens)}")
 
 
-def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | None:
+def _check_layout(layout: Any, group: dist.ProcessGroup, n: int) -> Layout | None:
     if layout is None:
         return None
     layout = layout if isinstance(layout, Layout) else Layout(layout)
@@ -406,8 +406,8 @@ def _attend(
             return _non_causal_ring(q, k, v, arguments, score)
         o, z = states.attend_to_all(q, k, v, states.Job(score, arguments.layout, arguments.group, arguments.mask, None, None))
         return o, log_of_sums(z)
-    behind = 0 if arguments.causal else window
-    keys = _with_halo(k, v, arguments, window, behind)
+    after = 0 if arguments.causal else window
+    keys = _with_halo(k, v, arguments, window, after)
     finish_global = [_start_causal(q, keys, arguments, score, algorithm, window)]
     if not arguments.causal:  # later keys are earlier keys of the reversed sequence
         n, cu_seqlens = arguments.layout.tokens, arguments.cu_seqlens
@@ -418,8 +418,8 @@ def _attend(
         finish_reversed = _start_causal(q.flip(2), reversed_keys, reversed_arguments, score, algorithm, window)
         finish_global.append(lambda: tuple(x.flip(2) for x in finish_reversed()))
     # Local keys overlap with the exchange of states.
-    local_keys = keys.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, behind)))
-    outputs = [_in_window(q, local_keys, arguments, Softmax(score.scale), window - 1, max(0, behind - 1))]
+    local_keys = keys.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, after)))
+    outputs = [_in_window(q, local_keys, arguments, Softmax(score.scale), window - 1, max(0, after - 1))]
     return merge_attention(*zip(*outputs, *(finish() for finish in finish_global), strict=True))
 
 
@@ -439,7 +439,7 @@ def _start_causal(
     Returns:
         A function that finishes the call and returns the output and the log of the denominators.
     """
-    own, k_starts, between = [], [], []
+    own, starts, between = [], [], []
     for x, part in zip(keys.parts, arguments.parts, strict=True):
         first = decay = None
         if x.log_decay is not None:
@@ -451,13 +451,14 @@ def _start_causal(
             begin, _ = _sequences(arguments.cu_seqlens, part)
             begin = (begin - part.start + window).clamp(min=-1).to(torch.int32).expand(*x.k.shape[:2], part.tokens)
             first = begin if first is None else torch.maximum(first, begin)
-        k_starts.append(first)
+        starts.append(first)
         own.append(x._replace(log_decay=decay).narrow(0, part.tokens))
     bounded = arguments.log_decay is not None or arguments.cu_seqlens is not None
     k, v, mask, decay = keys._replace(parts=own).side_by_side()
-    k_starts = tuple(k_starts) if bounded else None
-    part_decays = PartDecays(k, decay, k_starts, arguments.layout, arguments.group) if bounded else None
-    if algorithm == "linear":
+    k_starts = tuple(x for x in starts if x is not None) if bounded else None  # if bounded, all of them
+    part_decays = None if k_starts is None else PartDecays(k, decay, k_starts, arguments.layout, arguments.group)
+    attend: Callable[[], tuple[Tensor, Tensor]]
+    if isinstance(score, Score) and algorithm == "linear":
         attend = states.begin(q, k, v, decay, states.Job(score, arguments.layout, arguments.group, mask, k_starts, part_decays))
     else:
         job = ring.Job(score, True, arguments.layout, arguments.group, mask, k_starts, part_decays, None)
@@ -516,32 +517,34 @@ def _in_window(q: Tensor, keys: _Keys, arguments: _Arguments, score: Softmax, le
     return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
 
 
-def _with_halo(k: Tensor, v: Tensor, arguments: _Arguments, before: int, behind: int) -> _Keys:
-    """Returns the keys of each local part with a halo of `before` and `behind` tokens."""
+def _with_halo(k: Tensor, v: Tensor, arguments: _Arguments, before: int, after: int) -> _Keys:
+    """Returns the keys of each local part with a halo of `before` and `after` tokens."""
     wide = eager.compute_dtype(k.dtype)
     mask, decay = arguments.mask, None if arguments.log_decay is None else arguments.log_decay.to(wide)
-    if before + behind == 0:
+    if before + after == 0:
         own = _PartKeys(k, v, mask, decay)
         return _Keys([own.narrow(part.offset, part.tokens) for part in arguments.parts], own.narrow(0, 0), own)
-    around_parts = before, behind, arguments.layout, arguments.group
-    given = [None if mask is None else mask.unsqueeze(1).to(wide), decay]
+    around_parts = before, after, arguments.layout, arguments.group
+    numeric_mask = None if mask is None else mask.unsqueeze(1).to(wide)
     k_halo, v_halo = halo((k, v), *around_parts)
-    of_given = iter(halo(tuple(x for x in given if x is not None), *around_parts) if any(x is not None for x in given) else ())
-    mask_halo, decay_halo = (None if x is None else next(of_given) for x in given)
+    given = tuple(x for x in (numeric_mask, decay) if x is not None)
+    of_given = iter(halo(given, *around_parts) if given else ())
+    mask_halo, decay_halo = (None if x is None else next(of_given) for x in (numeric_mask, decay))
     parts = []
     for i, part in enumerate(arguments.parts):
-        at = (i, part, before, behind)
-        tokens = torch.arange(part.start - before, part.stop + behind, device=k.device)
-        is_there = ((tokens >= 0) & (tokens < arguments.layout.tokens)).expand(k.shape[0], -1)
-        if mask is not None:
-            is_there = is_there & (around(given[0], mask_halo, *at).squeeze(1) > 0)
-        x_decay = None if decay is None else around(given[1], decay_halo, *at)
-        parts.append(_PartKeys(around(k, k_halo, *at), around(v, v_halo, *at), is_there, x_decay))
+        at = (i, part, before, after)
+        tokens = torch.arange(part.start - before, part.stop + after, device=k.device)
+        is_valid = ((tokens >= 0) & (tokens < arguments.layout.tokens)).expand(k.shape[0], -1)
+        if numeric_mask is not None:
+            is_valid = is_valid & (around(numeric_mask, mask_halo, *at).squeeze(1) > 0)
+        x_decay = None if decay is None else around(decay, decay_halo, *at)
+        parts.append(_PartKeys(around(k, k_halo, *at), around(v, v_halo, *at), is_valid, x_decay))
     # Concatenated with the empty halo, so that its backward runs on this rank too.
     none = _PartKeys(
-        *(None if x is None else torch.cat([x[:, :, :0], of_x[:, :, :0]], dim=2) for x, of_x in ((k, k_halo), (v, v_halo))),
+        torch.cat([k[:, :, :0], k_halo[:, :, :0]], dim=2),
+        torch.cat([v[:, :, :0], v_halo[:, :, :0]], dim=2),
         torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device),
-        None if decay is None else torch.cat([given[1][:, :, :0], decay_halo[:, :, :0]], dim=2),
+        None if decay is None or decay_halo is None else torch.cat([decay[:, :, :0], decay_halo[:, :, :0]], dim=2),
     )
     return _Keys(parts, none)
 

@@ -13,10 +13,10 @@ masked and contribute only their decays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,18 +87,20 @@ def _bytes(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _pack(tensors, like) -> Tensor:
+def _pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> Tensor:
     """Packs tensors into one uint8 message with the shapes and dtypes of `like`, aligned so that kernels read them in place."""
-    given = [x for x in tensors if x is not None]
-    message = given[0].new_empty(message_bytes(like), dtype=torch.uint8)
-    for view, x in zip(_unpack(message, [x for x in like if x is not None]), given, strict=True):
-        view.copy_(x)
+    device = next(x.device for x in tensors if x is not None)
+    message = torch.empty(message_bytes(like), dtype=torch.uint8, device=device)
+    for view, x in zip(_unpack(message, like), tensors, strict=True):
+        if view is not None:
+            view.copy_(x)
     return message
 
 
-def _unpack(message: Tensor, like):
+def _unpack(message: Tensor, like: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns views of a message with the shapes and dtypes of `like`."""
-    out, at = [], 0
+    out: list[Tensor | None] = []
+    at = 0
     for x in like:
         if x is None:
             out.append(None)
@@ -109,7 +111,7 @@ def _unpack(message: Tensor, like):
     return out
 
 
-def message_bytes(like) -> int:
+def message_bytes(like: Iterable[Tensor | None]) -> int:
     """Returns the size of a message that holds tensors like these."""
     return sum(_bytes(x) for x in like if x is not None)
 
@@ -193,6 +195,7 @@ def _blocks_by_part(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Blo
 
 def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
+    assert job.part_decays is not None and job.k_starts is not None
     first_visible = job.part_decays.first_visible(job.layout.index[job.parts[i]]).unsqueeze(-1)
     first = (first_visible - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
@@ -200,6 +203,7 @@ def _k_start(job: Job, i: int, keys: Part) -> Tensor:
 
 def _with_decays(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
+    assert job.part_decays is not None and own.log_decay is not None
     (queries,), (keys,) = block.queries, block.keys
     between = job.part_decays.log_decay_of(job.layout.index[keys] + 1, job.layout.index[queries])
     decay = own.log_decay.clone()
@@ -220,8 +224,8 @@ class _PartialOutputs:
     def __init__(self, score: Score | Softmax):
         self._softmax = isinstance(score, Softmax)
         # After one block: its o. After several, in the compute dtype: the numerator, or for softmax the normalised output.
-        self._o: Tensor | None = None
-        self._statistic: Tensor | None = None
+        self._o: Tensor
+        self._statistic: Tensor
         self._blocks = 0
 
     def add(self, o: Tensor, statistic: Tensor) -> None:
@@ -257,7 +261,7 @@ class _Ring(torch.autograd.Function):
     """Ring attention; the backward is a second ring."""
 
     @staticmethod
-    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
         own = Keys(k, v, log_decay, job.mask)
         sums = {part: _PartialOutputs(job.score) for part in job.parts}
         for held, owner in _ring_steps(job, own):
@@ -276,28 +280,26 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_o: Tensor | None, grad_statistic: Tensor | None):
+    def backward(ctx: Any, grad_o: Tensor | None, grad_statistic: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        of_own_queries, of_own_keys = _GradientSums((q,)), None
-        of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
-        between = None if log_decay is None else _DecayGradients(job, log_decay)
+        of_own_queries = _GradientSums((q,))
+        of_own_keys: _GradientSums
+        of_decays = None if log_decay is None else _DecayGradients(job, log_decay)
         pending: Pending | None = None
         for step, (held, owner) in enumerate(_ring_steps(job, own)):
             of_keys = _GradientSums(held[:3])
             for block in _blocks(job, own, held, owner):
                 rows, columns = block.rows, block.columns
                 tokens = columns.stop - columns.start
-                of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
-                *of_rows, o_rows, statistic_rows = of_rows
-                part = ops.attention_backward(*of_rows, block.k, block.v, o_rows, statistic_rows, block.call)
+                given = (grad_o, grad_statistic, q, o, statistic)
+                g, grad_z, q_rows, o_rows, z = (None if x is None else x[:, :, rows] for x in given)
+                part = ops.attention_backward(g, grad_z, q_rows, block.k, block.v, o_rows, z, block.call)
                 of_own_queries.add(rows, part[:1])
                 of_keys.add(columns, [x[:, :, :tokens] for x in part[1:] if x is not None])
-                if log_decay is not None and block.keys != block.queries:
-                    grad_rows = part[3][..., tokens:]  # of the decays of the queries' own tokens
-                    of_queries[..., rows] += grad_rows
-                    between.add(block, grad_rows[..., 0])
+                if of_decays is not None and part[3] is not None and block.keys != block.queries:
+                    of_decays.add(block, part[3][..., tokens:])
             if step == 0:  # gradients of a rank's own keys are not sent
                 of_own_keys = of_keys
                 continue
@@ -310,9 +312,7 @@ class _Ring(torch.autograd.Function):
         if pending is not None:
             of_own_keys.add_all(_unpack(pending.wait(), gradients_of(own, step)))
         (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
-        grad_decay = None
-        if log_decay is not None:
-            grad_decay = (grads[2] + of_queries + between.result()).to(log_decay.dtype)
+        grad_decay = None if of_decays is None else of_decays.result(grads[2]).to(log_decay.dtype)
         return None, grad_q.to(q.dtype), *(x.to(k.dtype) for x in grads[:2]), grad_decay
 
 
@@ -371,25 +371,33 @@ def _ring_steps(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
 
 
 class _DecayGradients:
-    """Accumulates the decay gradients of parts between keys and queries, and sends them to the ranks of those parts."""
+    """Accumulates the gradients of decays between queries and the keys of earlier parts.
+
+    These are the decays of the queries' own part, and those of parts between keys and queries, whose ranks get the gradients.
+    """
 
     def __init__(self, job: Job, like: Tensor):
         self._job = job
         layout = job.layout
         b, hk, self._tokens = like.shape
-        self._sums = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
+        self._own = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        self._between = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
 
     def add(self, block: Block, grad: Tensor) -> None:
-        """Adds `grad` (b, hk), the gradient of the total decay between the keys and the queries of a block."""
+        """Adds `grad` (b, hk, tokens), the gradient of the decays of the query part of a block.
+
+        The gradient of its first decay is that of any decay between keys and queries.
+        """
+        self._own[..., block.rows] += grad
         layout = self._job.layout
         (queries,), (keys,) = block.queries, block.keys
         for part in layout.parts[layout.index[keys] + 1 : layout.index[queries]]:
-            self._sums[part.rank, layout.of(part.rank).index(part)] += grad
+            self._between[part.rank, layout.of(part.rank).index(part)] += grad[..., 0]
 
-    def result(self) -> Tensor:
-        """Sends the sums to their ranks. Returns the gradient of the local decays, (b, hk, n) in float64."""
-        received = all_to_all("gradients of decays", self._sums, self._job.group).wait().sum(0)
+    def result(self, of_keys: Tensor) -> Tensor:
+        """Exchanges the gradients of parts. Returns the gradient of the local decays, `of_keys` included, (b, hk, n)."""
+        received = all_to_all("gradients of decays", self._between, self._job.group).wait().sum(0)
         out = received.new_zeros(*received.shape[1:], self._tokens)
         for x, part in zip(received, self._job.parts, strict=False):
             out[..., part.local] = x.unsqueeze(-1)
-        return out
+        return of_keys + self._own + out

@@ -147,7 +147,15 @@ def on_shards(function: Callable, tensors: Mapping[str, DTensor | None], results
     ])  # fmt: skip
 
 
-def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None, *, results):
+def _run(
+    cls: type,
+    operator: torch._ops.OpOverload,
+    types: tuple,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    *,
+    results: tuple[str, ...],
+) -> DTensor | tuple[DTensor, ...]:
     """Runs an operator on the local shards of its DTensors. `results` names its results."""
     schema = operator._schema
     names = [argument.name for argument in schema.arguments]
@@ -178,7 +186,7 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
     return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 
-def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None):
+def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> DTensor:
     """Runs `fastmax::softmax` on local shards. Every dimension but the last may be sharded."""
     x, algorithm = args
     with torch.no_grad():

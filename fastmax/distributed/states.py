@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -233,7 +233,7 @@ def _without_nan(call: Call, state: _State) -> tuple[Call, _State]:
     A query after a reset does not see the state. It multiplies the state by 0, and 0 * NaN would be NaN.
     """
     values, weights = state
-    if call.log_decay is None or values is None:
+    if call.log_decay is None or values is None or weights is None:
         return call, state
     is_nan = weights[..., 0].isnan()
     decay = call.log_decay.clone()
@@ -259,7 +259,7 @@ def _nothing_saved(k: Tensor) -> Tensor:
 
 
 def _own_states(
-    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, like: Tensor, k: Tensor, backward: bool
+    state_of: Callable[[int, Part], tuple[Tensor, Tensor, Tensor]], job: Job, like: Tensor, k: Tensor, backward: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the packed state of each local part, and the chunk states saved with it.
 
@@ -273,8 +273,8 @@ def _own_states(
             own.append(like)
             saved.append(_nothing_saved(k))
         else:
-            *state, chunk_states = state_of(i, part)
-            own.append(_pack(state))
+            values, weights, chunk_states = state_of(i, part)
+            own.append(_pack((values, weights)))
             saved.append(chunk_states)
     return own, saved
 
@@ -286,12 +286,13 @@ class _Begin(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
         ctx.call, job = call, call.job
         like = _like(k, v, job.score)
 
-        def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
-            return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
+        def state_of(i: int, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+            own_k, own_v = _of(part, k, v)
+            return ops.state_of_keys(own_k, own_v, job.call(i, log_decay), keep=True)
 
         own, call.saved = _own_states(state_of, job, like, k, backward=False)
         call.states = Exchange(own, like, job.part_decays, job.layout, job.group, backward=False)
@@ -299,7 +300,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients, ctx.call.gradients = ctx.call.gradients(), None
         return None, *gradients, *(None,) * (4 - len(gradients))
 
@@ -311,16 +312,21 @@ class _Finish(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: _Call, token: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+    def forward(
+        ctx: Any, call: _Call, token: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.call, job = call, call.job
-        sums = call.states.wait()
+        exchange, call.states = call.states, None
+        assert exchange is not None  # started by _Begin
+        sums = exchange.wait()
         before = _states(sums, v)
-        after = [] if log_decay is None else _states(call.states.next_sums(sums), v)  # for the gradient of log_decay
-        call.states = sums = None  # frees memory
+        after = [] if log_decay is None else _states(exchange.next_sums(sums), v)  # for the gradient of log_decay
+        del exchange, sums  # frees memory
         pieces = []
         for i, part in enumerate(job.parts):
-            of_part, state = _without_nan(job.call(i, log_decay), before[i])
-            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), of_part, *state, call.saved[i]))
+            own_call, state = _without_nan(job.call(i, log_decay), before[i])
+            own_q, own_k, own_v = _of(part, q, k, v)
+            pieces.append(ops.prefill_kept_(own_q, own_k, own_v, own_call, *state, call.saved[i]))
             call.saved[i] = None
 
         def empty() -> tuple[Tensor, Tensor]:
@@ -333,7 +339,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
+    def backward(ctx: Any, grad_o: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
         parts = job.parts
@@ -342,22 +348,28 @@ class _Finish(torch.autograd.Function):
         calls = [job.call(i, log_decay) for i in range(len(parts))]
         g, e = ops.gradients_of_sums(torch.zeros_like(o) if grad_o is None else grad_o, grad_z, o, z)
 
-        def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
-            return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
+        def state_of(i: int, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+            own_g, own_e, own_q, own_k, own_v = _of(part, g, e, q, k, v)
+            return ops.state_of_queries(own_g, own_e, own_q, own_k, own_v, calls[i], keep=True)
 
         own, saved = _own_states(state_of, job, like, k, backward=True)
-        exchange = Exchange(own, like, job.part_decays, job.layout, job.group, backward=True)
+        exchange: Exchange | None = Exchange(own, like, job.part_decays, job.layout, job.group, backward=True)
+
+        def gradient_of_queries(i: int, part: Part) -> tuple[Tensor, Tensor]:
+            own_g, own_e, own_q, own_k, own_v = _of(part, g, e, q, k, v)
+            return ops.prefill_backward_of_queries(own_g, own_e, own_q, own_k, own_v, calls[i], *before[i])
+
         # Overlaps with the exchange.
-        of_queries: list[tuple[Tensor, Tensor] | None] = [
-            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
-        ]
+        of_queries: list[Any] = [gradient_of_queries(i, part) for i, part in enumerate(parts)]
 
         def gradients() -> tuple[Tensor, ...]:
             nonlocal exchange
+            assert exchange is not None
             sums = exchange.wait()
             grad_after = _states(sums, v)
             grad_before = [] if log_decay is None else _states(exchange.next_sums(sums), v)
-            exchange = sums = None  # frees memory
+            exchange = None
+            del sums  # frees memory
             pieces = []
             for i, part in enumerate(parts):
                 (grad_q, pairs), pairs_of_states = of_queries[i], None
@@ -378,7 +390,7 @@ class _NonCausal(torch.autograd.Function):
     """Non-causal attention: all queries read the sum of all states."""
 
     @staticmethod
-    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor):
+    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         call = Call(job.score, causal=True, attention_mask=job.mask)
         values, weights, _ = ops.state_of_keys(k, v, call)
         total = _total(_pack((values, weights)), job, "states")
@@ -390,13 +402,14 @@ class _NonCausal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
+    def backward(ctx: Any, grad_o: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, o, z, total = ctx.saved_tensors
         call = Call(ctx.job.score, causal=True, attention_mask=ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         grads, results = (grad_o, grad_z, None, None), (o, z, None, None)
-        grad_q, _, _, _, *own = ops.prefill_backward(grads, q, k, v, results, _without_keys(call, k), *_unpack(total, v))
-        grad_total = _total(_pack(own), ctx.job, "gradients of states")
+        without_keys = _without_keys(call, k)
+        grad_q, _, _, _, *own = ops.prefill_backward(grads, q, k, v, results, without_keys, *_unpack(total, v))
+        grad_total = _total(_pack((own[0], own[1])), ctx.job, "gradients of states")
         # With zero gradients of the outputs, only the gradient of the final state contributes.
         nothing = torch.zeros_like(o)
         grads, results = (nothing, None, *_unpack(grad_total, v)), (nothing, torch.ones_like(z), None, None)

@@ -116,8 +116,8 @@ def _ring(layout: Layout, rank: int, keys: ring.Keys) -> Bytes:
     return Bytes(forward, forward + gradients)
 
 
-def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, behind: int, padded: bool) -> Bytes:
-    plan = halo.plan(layout, rank, before, behind)
+def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, after: int, padded: bool) -> Bytes:
+    plan = halo.plan(layout, rank, before, after)
 
     def tokens(moves: Sequence[Sequence[halo.Move]]) -> int:
         return sum(move.source.stop - move.source.start for other, x in enumerate(moves) if other != rank for move in x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from numbers import Real
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -196,7 +196,7 @@ class FastmaxSelfAttention(nn.Module):
         self.longest_half_life = float(longest_half_life)
         self.window = window
         self.context = None  # set by `fastmax.distributed.ContextParallel`
-        of_fastmax = {
+        of_fastmax: dict[str, Any] = {
             "exact_window": exact_window,
             "p": p,
             "temperature": temperature,
@@ -227,7 +227,7 @@ class FastmaxSelfAttention(nn.Module):
         self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
         self.reset_parameters()
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in _MADE_BY:
             got = validation.describe(value)
             raise AttributeError(f"{name} is an argument of the constructor only, got {got}: set {_MADE_BY[name]}")
@@ -240,7 +240,7 @@ class FastmaxSelfAttention(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def _check_attribute(self, name: str, value: object) -> None:
+    def _check_attribute(self, name: str, value: Any) -> None:
         """Checks a new value of an attribute. `_Option` checks the options of fastmax attention."""
         if name in _SIZES:
             got = validation.describe(value)
@@ -317,6 +317,7 @@ class FastmaxSelfAttention(nn.Module):
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
         validation.check_count("batch", batch, least=0)
+        state: DecodeState | KeyValueCache
         if self.attention == "softmax":
             validation.check_count("flush_interval", flush_interval)
             if flush_interval != 1:
@@ -385,7 +386,7 @@ class FastmaxSelfAttention(nn.Module):
             packed = PackedPlaces.of(cu_seqlens, x.shape[1], None if order is None else order.count)
         count = None if order is None else order.count
         q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
-        options = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
         if state is None:
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "attention_mask": mask}
@@ -394,7 +395,8 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
-        if self.attention == "softmax":
+        attention: DecodeState | KeyValueCache
+        if isinstance(state.attention, KeyValueCache):  # softmax
             options = {"log_decay": log_decay, "use_custom_gradient": self.use_custom_gradient}
             if packed is None:
                 o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
@@ -444,8 +446,9 @@ class FastmaxSelfAttention(nn.Module):
         if attention_mask is not None:
             x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
+        assert isinstance(state.attention, DecodeState)  # checked above
         o = decoding.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
-        if recent is not None:
+        if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
         return self._output(o, x)
@@ -504,7 +507,7 @@ class FastmaxSelfAttention(nn.Module):
                 qkv = context.convolve(self.conv, qkv, places)
             elif packed is None:
                 qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
-            elif x.shape[1] == 0:
+            elif x.shape[1] == 0 and recent is not None:
                 recent = recent.clone()
             else:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
@@ -589,7 +592,7 @@ class FastmaxSelfAttention(nn.Module):
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
             raise ValueError(f"state must have a recent of shape {recent}, for this layer's convolution, got {got}")
-        if self.attention == "softmax":
+        if isinstance(state.attention, KeyValueCache):
             heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
             if heads != kept:
                 raise ValueError(f"state must have this layer's (num_kv_heads, head_dim) {heads}, got {kept}")
@@ -604,7 +607,7 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f"state must have this layer's {name} {option!r}, got {made[name]!r}")
 
     def extra_repr(self) -> str:
-        options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        options: dict[str, object] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -621,7 +624,7 @@ def _is_context(value: object) -> bool:
     return module is not None and isinstance(value, module.Context)
 
 
-def _check_half_life(longest: object) -> None:
+def _check_half_life(longest: Any) -> None:
     validation.check_positive("longest_half_life", longest)
     if longest < SHORTEST_HALF_LIFE:
         raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
@@ -694,7 +697,7 @@ def _refuse_options_of_fastmax(
 ) -> None:
     given = {"temperature": temperature, "normalize": normalize, "algorithm": algorithm, "exact_window": exact_window, "p": p}
     given |= zip(("a0", "a1", "a2"), coefficients, strict=True)
-    defaults = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
+    defaults: dict[str, tuple[object, ...]] = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
     defaults |= {name: (x,) for name, x in zip(("a0", "a1", "a2"), EXPANSION_OF_EXP, strict=True)}
     for name, value in given.items():
         if not isinstance(value, (Real, str, type(None))) or value not in defaults.get(name, (None,)):

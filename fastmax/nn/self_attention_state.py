@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class SelfAttentionState(BatchState):
     @classmethod
     def _cat(cls, states: Sequence[SelfAttentionState]) -> SelfAttentionState:
         first = states[0]
-        attention = type(first.attention).cat([state.attention for state in states])
+        attentions: list[Any] = [state.attention for state in states]
+        attention = type(first.attention).cat(attentions)
         recent = None if first.recent is None else torch.cat([state.recent for state in states])
         return cls(attention, recent, torch.cat([state.positions for state in states]))
 
@@ -60,7 +62,7 @@ class SelfAttentionState(BatchState):
         return {"kind of attention": type(self.attention).__name__, "shape of recent": shape} | self.attention.options()
 
     def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> SelfAttentionState:
-        moved = {"device": device, "non_blocking": non_blocking}
+        moved: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
         recent = None if self.recent is None else self.recent.to(dtype=dtype, **moved)
         return SelfAttentionState(self.attention.to(dtype=dtype, **moved), recent, self.positions.to(**moved))
 
@@ -71,7 +73,7 @@ torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
 pytree.register_pytree_node(
     KeyValueCache,
     lambda cache: (list(cache.tensors().values()), cache.window),
-    lambda tensors, window: KeyValueCache(*tensors, window=window),
+    lambda tensors, window: KeyValueCache(tensors[0], tensors[1], tensors[2], tensors[3], window),
 )
 pytree.register_pytree_node(
     SelfAttentionState,
