@@ -90,15 +90,15 @@ def previous(group, x: torch.Tensor, count: int, layout: Layout) -> list[torch.T
 
 
 def with_a_message_of(group, bytes_of_a_message: int, case: dict):
-    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
+    states._BYTES_OF_ONE_LATENCY, before = bytes_of_a_message, states._BYTES_OF_ONE_LATENCY
     try:
         return on_rank(group, case)
     finally:
-        states._BYTES_OF_A_MESSAGE = before
+        states._BYTES_OF_ONE_LATENCY = before
 
 
 def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
-    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
+    states._BYTES_OF_ONE_LATENCY, before = bytes_of_a_message, states._BYTES_OF_ONE_LATENCY
     layout, rank = case["layout"], group.rank()
     try:
         with Received(group) as received:
@@ -117,7 +117,7 @@ def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
         }
         return [received.bytes, sum(exchanged_bytes(layout, rank, **sizes, **given, **options))]
     finally:
-        states._BYTES_OF_A_MESSAGE = before
+        states._BYTES_OF_ONE_LATENCY = before
 
 
 def compiled(group, case: dict) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ BAD = {
     "rope_base": (0.0, r"rope_base must be > 0"),
     "longest_half_life": (-1.0, r"longest_half_life must be > 0"),
     "use_custom_gradient": (1, r"use_custom_gradient must be a bool"),
-    "window": (3, r"window is of attention=.softmax., got 3"),
+    "window": (3, r"window needs attention=.softmax., got 3"),
     "attention": ("linear", r"attention must be .fastmax. or .softmax., got 'linear'"),
     "conv": (3, r"conv must be a module or None, got 3"),
     "output_norm": (False, r"output_norm must be a module or None, got False"),
@@ -43,10 +43,10 @@ BAD = {
     "bias": (True, r"bias .*got True .*qkv_proj"),
     "norm_eps": (1e-3, r"norm_eps .*got 0\.001 .*eps"),
     "embed_dim": (C, r"embed_dim cannot be set, got 32"),
-    "num_heads": (2 * HEADS, r"num_heads cannot be set, got 8 .*weights are those of 4; make a new layer"),
+    "num_heads": (2 * HEADS, r"num_heads cannot be set, got 8 .*weights have the shapes for 4; make a new layer"),
     "num_kv_heads": (2, r"num_kv_heads cannot be set, got 2"),
     "head_dim": (4, r"head_dim cannot be set, got 4"),
-    "context": (5, r"context must be None or that of fastmax\.distributed\.ContextParallel, got 5"),
+    "context": (5, r"context must be None or a fastmax\.distributed\.Context, got 5"),
 }
 
 
@@ -152,7 +152,7 @@ def test_back_from_softmax_with_a_window():
     before = layer(rows())
     layer.attention = "softmax"
     layer.window = 3
-    with pytest.raises(ValueError, match='window must be None where attention is set to "fastmax", got 3'):
+    with pytest.raises(ValueError, match='window must be None before attention is set to "fastmax", got 3'):
         layer.attention = "fastmax"
     layer.window = None
     layer.attention = "fastmax"

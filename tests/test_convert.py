@@ -183,7 +183,7 @@ def test_generation_after_a_swap():
         ({"layers": ["blocks"]}, ValueError, "layers.*got 'blocks'"),
         ({"layers": [True]}, TypeError, "layers"),
         ({"layers": "blocks.0"}, TypeError, "layers"),
-        ({"layers": []}, ValueError, "layers must name one or more"),
+        ({"layers": []}, ValueError, "layers must hold at least one"),
     ],
 )
 def test_swap_refuses_and_leaves_the_model(options, error, message):
@@ -197,7 +197,7 @@ def test_swap_refuses_and_leaves_the_model(options, error, message):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (nn.Linear(2, 2), "none of these layers"),
+        (nn.Linear(2, 2), "no such layers"),
         (FastmaxSelfAttention(C, 4), "layers of fastmax"),
         (FastmaxSelfAttention(C, 4, attention="softmax", window=3), "softmax with a window"),
     ],
@@ -281,26 +281,30 @@ def test_transfer_refuses(swapped):
     batches, before = [tokens()], snapshot(model)
     masked = {"tokens": tokens(), "attention_mask": torch.zeros(2, N, dtype=torch.bool)}
     calls = [
-        (dict(parameters=[]), ValueError, "parameters must name one or more"),
+        (dict(parameters=[]), ValueError, "parameters must hold at least one name"),
         (dict(parameters=["head"]), ValueError, "parameters must be names of the model's"),
         (dict(parameters="head.weight"), TypeError, "parameters"),
-        (dict(parameters=["head.weight"]), ValueError, "parameters must be of attention layers.*blocks.1.*got 'head.weight'"),
-        (dict(teacher=model), ValueError, "teacher must be the model before the swap"),
+        (
+            dict(parameters=["head.weight"]),
+            ValueError,
+            "parameters must belong to swapped.*blocks.1.*got 'head.weight'",
+        ),
+        (dict(teacher=model), ValueError, "teacher must be a copy of the model"),
         (dict(teacher=copy.deepcopy(model)), ValueError, "teacher must have softmax attention.*'blocks.0', got.*fastmax"),
         (dict(teacher=make(layers=1, **PARTS)), ValueError, "teacher.*'blocks.1', got none of that name"),
-        (dict(model=teacher, teacher=model), ValueError, "must have Fastmax in some layer"),
+        (dict(model=teacher, teacher=model), ValueError, "must have layers with fastmax attention"),
         (dict(steps=0), ValueError, "steps"),
         (dict(learning_rate=0.0), ValueError, "learning_rate"),
         (dict(batches=["text"]), TypeError, "batches must hold tensors"),
         (dict(batches=[5]), TypeError, "batches must hold tensors"),
-        (dict(batches=5), TypeError, "batches must hold batches, as a list does, got 5"),
-        (dict(batches={"tokens": tokens()}), TypeError, "batches must hold batches"),
+        (dict(batches=5), TypeError, "batches must be an iterable of batches, got 5"),
+        (dict(batches={"tokens": tokens()}), TypeError, "batches must be an iterable of batches"),
         (
             dict(batches=tokens()),
             ValueError,
-            r"batches must hold tensors \(b, n\), got .*\(2, 24\): a batch alone is \[batch\]",
+            r"batches must hold tensors \(b, n\), got .*\(2, 24\): pass one batch as \[batch\]",
         ),
-        (dict(batches=[masked]), ValueError, "batches must hold tokens that take part"),
+        (dict(batches=[masked]), ValueError, "batches must hold real tokens"),
         (dict(teacher=None), TypeError, "teacher must be a torch.nn.Module, got None"),
         (dict(model="llama"), TypeError, "model must be a torch.nn.Module, got 'llama'"),
     ]
@@ -309,13 +313,13 @@ def test_transfer_refuses(swapped):
         with pytest.raises(error, match=message):
             convert.transfer(**arguments)
     assert equal(before, snapshot(model)) and not any(module._forward_hooks for module in teacher.modules())
-    with pytest.raises(ValueError, match="ended after 1"):
+    with pytest.raises(ValueError, match="but ended after 1"):
         convert.transfer(model, teacher, batches, new, steps=2)
     assert model.head.weight.requires_grad
-    with pytest.raises(ValueError, match="batches must hold one or more"):
+    with pytest.raises(ValueError, match="batches must hold at least one"):
         convert.attention_errors(model, teacher, [])
     for function in (convert.attention_errors, convert.fit_polynomial):
-        with pytest.raises(TypeError, match="batches must hold batches, as a list does, got None"):
+        with pytest.raises(TypeError, match="batches must be an iterable of batches, got None"):
             function(model, teacher, None)
 
 
@@ -363,7 +367,7 @@ def test_fit_polynomial_refuses_and_leaves_the_model(swapped):
     for block in model.blocks:
         block.options |= {"a0": 1.3, "a1": 1.1, "a2": 0.7}
     options = [dict(block.options) for block in model.blocks]
-    with pytest.raises(ValueError, match="batches must hold one or more"):
+    with pytest.raises(ValueError, match="batches must hold at least one"):
         convert.fit_polynomial(model, teacher, [])
     with pytest.raises(ValueError, match="rounds"):
         convert.fit_polynomial(model, teacher, [tokens()], rounds=0)
@@ -409,7 +413,7 @@ def test_decay_gates_are_not_decayed_to_zero():
 
 def test_finetune_refuses(swapped):
     model, _, _ = swapped
-    for batch, message in (((tokens(),), "loss of a batch"), ("text", "batches must hold")):
+    for batch, message in (((tokens(),), "scalar loss of a batch"), ("text", "batches must hold")):
         with pytest.raises(TypeError, match=message):
             convert.finetune(model, [batch], steps=1)
     with pytest.raises(TypeError, match="must return logits"):
@@ -494,7 +498,7 @@ def test_hugging_face(llama, tmp_path):
         errors = convert.attention_errors(model, teacher, [batch])
         assert list(errors) == names and all(1e-6 < error < 0.5 for error in errors.values())
 
-    with pytest.raises(ValueError, match="teacher must have softmax attention.*layers.0.self_attn', got.*of fastmax"):
+    with pytest.raises(ValueError, match="teacher must have softmax attention.*layers.0.self_attn', got.*with fastmax"):
         convert.attention_errors(model, copy.deepcopy(model), [x])
     batches = [tokens() for _ in range(8)]
     before = convert.attention_errors(model, teacher, batches)
@@ -637,7 +641,7 @@ def test_swap_keeps_options_that_are_configured_and_refuses_others_than_its_own(
     ]:
         llama.config.fastmax = configured
         before = llama.config.to_dict()
-        with pytest.raises(ValueError, match=rf"config.fastmax.*{name} = .*configure\(model\) takes"):
+        with pytest.raises(ValueError, match=rf"config.fastmax.*{name} = .*reset the configuration.*configure\(model\)"):
             convert.swap(llama, **given)
         assert llama.config.to_dict() == before and llama.config._attn_implementation == "sdpa"
     kept = {"a1": 1.1, "constant_memory": True, "log_decay": [-0.1, -0.2]}

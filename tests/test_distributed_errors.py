@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_come_or_ends_is_named(mortal):
 def ending(group, *options: dict) -> None:
     """Rank 1 ends where it comes to the exchange of states."""
     if group.rank() == 1:
-        with mock.patch.object(states, "gather", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)):
+        with mock.patch.object(states, "all_gather", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)):
             attend(group, *options)
     attend(group, *options)
 

@@ -21,16 +21,16 @@ def ranks(tmp_path_factory):
 def start(group, kind: str, x: torch.Tensor) -> communication.Pending:
     """Of x (ranks, 5)."""
     rank, world = group.rank(), group.size()
-    if kind == "gather":
-        return communication.gather("x", x, group)
+    if kind == "all_gather":
+        return communication.all_gather("x", x, group)
     if kind == "all_to_all":
         return communication.all_to_all("x", x, group)
-    if kind == "scatter_rows":  # to every rank one row more than to the one before
+    if kind == "uneven":  # to every rank one row more than to the one before
         rows = torch.cat([x[:1].expand(other, 5) for other in range(world)])
-        return communication.scatter_rows("x", rows, list(range(world)), [rank] * world, group)
+        return communication.all_to_all("x", rows, group, list(range(world)), [rank] * world)
     # The last rank sends nothing.
     sent = x.flatten() if rank < world - 1 else x.new_empty(0)
-    return communication.pass_on("x", sent, x.numel() if rank else 0, group, tag=1)
+    return communication.ring_send_recv("x", sent, x.numel() if rank else 0, group, tag=1)
 
 
 def exchanged(group, kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,24 +41,24 @@ def exchanged(group, kind: str, device: torch.device) -> tuple[torch.Tensor, tor
     return before.cpu(), pending.wait().cpu(), x.cpu()
 
 
-@pytest.mark.parametrize("kind", ["gather", "all_to_all", "scatter_rows", "pass_on"])
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "uneven", "ring_send_recv"])
 def test_messages_come_when_they_are_waited_for(ranks, kind, device):
     results = ranks.run(exchanged, kind, device)
     sent = [x for *_, x in results]
     for rank, (before, came, _) in enumerate(results):
         assert before.isnan().all() and before.shape == came.shape
         expected = {
-            "gather": lambda rank: torch.stack(sent),
+            "all_gather": lambda rank: torch.stack(sent),
             "all_to_all": lambda rank: torch.stack([x[rank] for x in sent]),
-            "scatter_rows": lambda rank: torch.cat([x[:1].expand(rank, 5) for x in sent]),
-            "pass_on": lambda rank: sent[rank - 1].flatten() if rank else torch.empty(0),
+            "uneven": lambda rank: torch.cat([x[:1].expand(rank, 5) for x in sent]),
+            "ring_send_recv": lambda rank: sent[rank - 1].flatten() if rank else torch.empty(0),
         }
         assert torch.equal(came, expected[kind](rank))
 
 
 def overwritten(group, device: torch.device) -> None:
     x = torch.ones(3, device=device)
-    pending = communication.gather("x", x, group)
+    pending = communication.all_gather("x", x, group)
     pending._works[0].started()
     x.fill_(2.0)
     pending.wait()

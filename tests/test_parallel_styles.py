@@ -171,6 +171,6 @@ def test_refuses_by_name():
         "TensorParallel needs a FastmaxSelfAttention, got Linear",
         "num_kv_heads must be a multiple of the mesh's 2 ranks, got 1",
         "qkv_proj must return 96 channels",
-        "qkv_proj must be a torch.Tensor here, got a DTensor: heads are divided",
+        "qkv_proj must be a torch.Tensor here, got a DTensor: to shard the heads",
         "weight must be a torch.Tensor here, got a DTensor",
     )

@@ -267,7 +267,7 @@ def test_in_place_with_buffered_tokens(option):
     y, state = in_pieces(layer, x[:, 8:11], [1, 2], state)
     outputs += [y, *(layer.step_(x[:, i : i + 1], state) for i in range(11, N))]
     torch.testing.assert_close(torch.cat(outputs, dim=1), layer(x), rtol=1e-8, atol=1e-9)
-    with pytest.raises(ValueError, match='flush_interval is of attention="fastmax", got 3'):
+    with pytest.raises(ValueError, match='flush_interval must be 1 with attention="softmax", got 3'):
         make(**SOFTMAX).init_state(2, flush_interval=3)
 
 
@@ -518,7 +518,7 @@ def test_a_replayed_graph_advances_the_state(flush_interval):
         ({"rope_dim": 8}, ValueError, "rope_dim must be even and at most head_dim 6, got 8"),
         ({"rope_dim": 0}, ValueError, "rope_dim must be at least 1, got 0"),
         ({"rope_dim": 2.0}, TypeError, "rope_dim must be an int"),
-        ({"rope_dim": 2, "rope": False}, ValueError, "rope_dim is of rotary positions, got 2 with rope=False"),
+        ({"rope_dim": 2, "rope": False}, ValueError, "rope_dim needs rope=True, got 2 with rope=False"),
         ({"attention": "linear"}, ValueError, 'attention must be "fastmax" or "softmax"'),
         ({"decay": 1}, TypeError, "decay must be a bool"),
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
@@ -528,7 +528,7 @@ def test_a_replayed_graph_advances_the_state(flush_interval):
         ({"conv": -1}, ValueError, "conv must be at least 0"),
         ({"conv": True}, TypeError, "conv must be an int"),
         ({"exact_window": -1}, ValueError, "exact_window must be at least 0"),
-        ({"window": 4}, ValueError, 'window is of attention="softmax"'),
+        ({"window": 4}, ValueError, 'window needs attention="softmax"'),
         ({"normalize": True}, ValueError, 'normalize must be False or "token" in a causal layer'),
         ({"temperature": 0.0}, ValueError, "temperature must be > 0"),
         ({"p": 3}, ValueError, "p must be 1 or 2"),
@@ -580,13 +580,13 @@ def test_calls_that_are_refused():
     ):
         with pytest.raises(error, match=message):
             layer(*arguments, **options)
-    with pytest.raises(ValueError, match="state must have key/value heads"):
+    with pytest.raises(ValueError, match="state must have this layer.s .num_kv_heads, head_dim."):
         make(conv=0, **SOFTMAX)(x, make(conv=0, num_kv_heads=2, **SOFTMAX).init_state(2))
     with pytest.raises(ValueError, match="x must hold one token"):
         layer.step_(x, state)
     with pytest.raises(TypeError, match="state must come from"):
         layer.step_(x, None)
-    with pytest.raises(ValueError, match="step_ is of attention="):
+    with pytest.raises(ValueError, match="step_ needs attention="):
         make(**SOFTMAX).step_(x, state)
     for options, error, message in (
         ({"batch": -1}, ValueError, "batch must be at least 0"),

@@ -1,4 +1,4 @@
-"""From softmax to Fastmax in a trained model: `swap` the attention, `transfer` what it did, `finetune` the whole.
+"""Conversion of trained softmax models: `swap` the attention, `transfer` the teacher's attention, `finetune` the model.
 
     teacher = copy.deepcopy(model)
     new = convert.swap(model, exact_window=128, decay=True)
@@ -6,9 +6,10 @@
     convert.transfer(model, teacher, batches, new, steps=200)
     convert.finetune(model, batches, steps=1000)
 
-Each works on models with layers `FastmaxSelfAttention(attention="softmax")`, and on Hugging Face models whose attention goes
-through transformers' interface. A batch is a tensor of tokens (b, n), a mapping of the model's keywords, or a sequence of its
-positional arguments. Swap, transfer and fine-tuning are the steps of LoLCATs (Zhang et al., 2024, arXiv:2410.10254).
+The functions take models with layers `FastmaxSelfAttention(attention="softmax")`, and Hugging Face models that use the
+attention interface of transformers. A batch is a tensor of tokens (b, n), a mapping of keyword arguments of the model, or a
+sequence of positional arguments. Swap, transfer and fine-tuning are the steps of LoLCATs (Zhang et al., 2024,
+arXiv:2410.10254).
 """
 
 from fastmax.convert.finetune import finetune

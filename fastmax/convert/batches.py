@@ -1,4 +1,4 @@
-"""Batches: tokens (b, n), keywords of a model, or its positional arguments; and what calls of a model with them need."""
+"""Batches (tokens (b, n), keyword arguments or positional arguments of a model), and calls of a model with a batch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ Batch: TypeAlias = Tensor | Mapping[str, object] | Sequence[object]
 
 
 def call(model: nn.Module, batch: Batch) -> object:
-    """Of Hugging Face models without the cache of keys and values that they would make, whatever the batch says."""
+    """Calls the model with a batch. Hugging Face models get `use_cache=False`, whatever the batch says."""
     args, keywords = _split(batch)
     no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return model(*args, **{**keywords, **no_cache})
 
 
 def arguments_of(model: nn.Module, batch: Batch) -> Mapping[str, object]:
-    """By the names of the model's arguments.
+    """Returns the arguments of a batch by name.
 
     Raises:
-        ValueError: a cache of earlier tokens, which teacher and model would both add theirs to.
+        ValueError: the batch has a key/value cache, to which both teacher and model would add tokens.
     """
     args, keywords = _split(batch)
     arguments = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **keywords}
     cache = arguments.get("past_key_values")
     if cache is not None:
-        raise ValueError(f"past_key_values of a batch must be None, as it holds whole sequences, got a {type(cache).__name__}")
+        got = type(cache).__name__
+        raise ValueError(f"past_key_values of a batch must be None, because batches hold whole sequences, got a {got}")
     return arguments
 
 
 def _split(batch: Batch) -> tuple[Sequence[object], Mapping[str, object]]:
-    """Positional arguments and keywords."""
+    """Returns the positional and the keyword arguments of a batch."""
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
@@ -51,7 +52,7 @@ def _split(batch: Batch) -> tuple[Sequence[object], Mapping[str, object]]:
 
 
 def padding_of(arguments: Mapping[str, object]) -> Tensor | None:
-    """The argument `attention_mask`, as bool (b, n): True = takes part."""
+    """Returns the argument `attention_mask` as bool (b, n), True = real token; None without one."""
     mask = arguments.get("attention_mask")
     if mask is None:
         return None
@@ -62,25 +63,32 @@ def padding_of(arguments: Mapping[str, object]) -> Tensor | None:
 
 def check_batches(batches: object) -> None:
     if isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches must hold batches, as a list does, got {validation.describe(batches)}")
+        raise TypeError(f"batches must be an iterable of batches, got {validation.describe(batches)}")
     if isinstance(batches, Tensor) and batches.dim() < 3:
-        raise ValueError(f"batches must hold tensors (b, n), got {validation.describe(batches)}: a batch alone is [batch]")
+        raise ValueError(f"batches must hold tensors (b, n), got {validation.describe(batches)}: pass one batch as [batch]")
 
 
 def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
-    """So many, counted from 1."""
+    """Yields the first `steps` batches with their numbers, which start at 1.
+
+    Raises:
+        ValueError: there are fewer.
+    """
     check_batches(batches)
     step = 0
     for step, batch in enumerate(itertools.islice(batches, steps), start=1):
         yield step, batch
     if step < steps:
-        raise ValueError(f"batches must hold one for each of {steps} steps, ended after {step}")
+        raise ValueError(f"batches must hold one batch for each of {steps} steps, but ended after {step}")
 
 
 @contextmanager
 def fresh_casts() -> Iterator[None]:
-    """`torch.autocast` keeps its casts of weights until the caller leaves it: after a step they are of the weights before it,
-    and those of a call without gradients give none. So none are used within, nor kept from within."""
+    """Disables the weight cache of `torch.autocast` in the block, and clears it afterwards.
+
+    The cache lives as long as the caller's autocast block. After an optimizer step it would hold old weights, and casts made
+    without gradients would give none.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

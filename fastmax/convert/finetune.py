@@ -27,27 +27,27 @@ def finetune(
     weight_decay: float = 0.1,
     max_norm: float = 1.0,
 ) -> list[dict[str, float]]:
-    """Train the model to predict the next token: AdamW with a warm-up and a cosine down to a tenth.
+    """Trains the model on next-token prediction, with AdamW, warm-up and a cosine schedule down to a tenth of the rate.
 
-    Matrices are decayed towards 0, other weights and decay gates are not. Modes are left as they are: `model.train()` first,
-    if it has dropout.
+    Weight decay applies to matrices except those of decay gates. The training mode of the model is not changed: call
+    `model.train()` first if it has dropout.
 
     Args:
-        model: one that returns the loss of a batch: a number, or an object with one as `loss`; or, for a batch that is a tensor
-            of tokens, the logits (b, n, vocabulary) of the tokens that follow, or an object with them as `logits`.
-        batches: `steps` of them or more.
-        parameters: names of those to train; None: all that require a gradient.
-        steps: batches taken from `batches`.
-        learning_rate: the largest.
-        warmup: steps until then; None: a twentieth of all.
-        weight_decay: as of `torch.optim.AdamW`.
-        max_norm: to which longer gradients are clipped.
+        model: returns the scalar loss of a batch, or an object with the attribute `loss`. For batches that are tensors of
+            tokens it returns the logits (b, n, vocabulary) of the next tokens, or an object with the attribute `logits`.
+        batches: iterable of at least `steps` batches.
+        parameters: names of the parameters to train. None: all that require a gradient.
+        steps: number of optimizer steps, with one batch each.
+        learning_rate: peak learning rate.
+        warmup: number of warm-up steps. None: a twentieth of `steps`.
+        weight_decay: as in `torch.optim.AdamW`.
+        max_norm: gradients are clipped to this norm.
 
     Returns:
-        A row {"step", "loss"} for each step: the loss before it.
+        A row {"step", "loss"} for each step, with the loss before the step.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        TypeError, ValueError: an argument is invalid. The message names it, its value and the accepted values.
         FloatingPointError: a loss is not finite.
     """
     check_module("model", model)
@@ -95,5 +95,5 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.dim() > 0:
-        raise TypeError(f"model must return the loss of a batch that is no tensor, a number, got {validation.describe(output)}")
+        raise TypeError(f"model must return the scalar loss of a batch that is no tensor, got {validation.describe(output)}")
     return loss

@@ -1,4 +1,4 @@
-"""Conversion of Hugging Face models. `layers.hugging_face` loads this module, which needs transformers."""
+"""Conversion of Hugging Face models. `layers.hugging_face` imports this module, which needs transformers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["MaskOfTeacher", "fastmax_layers", "is_causal_self_attention", "optio
 
 
 def fastmax_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers whose attention is Fastmax, by name."""
+    """Returns the layers with fastmax attention, by name."""
     return {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
 
 
 def options_to_change(model: nn.Module) -> list[dict]:
-    """Returns the options that the layers read, to be changed in place."""
+    """Returns the option dicts that the layers read. The caller changes them in place."""
     for config in options.configurations(model):
         config.fastmax = options.all_options(config)
     return [config.fastmax for config in options.configurations(model)]
@@ -34,9 +34,9 @@ def swap(
     temperature: float | None,
     half_lives: tuple[float, float] | None,
 ) -> list[str]:
-    """Sets Fastmax with these options in the configuration of the model; returns the names of the parameters of new gates.
+    """Switches the model to fastmax attention with these options. Returns the names of the parameters of new decay gates.
 
-    Gates are added where `half_lives` (longest, shortest) are given. An error restores the configuration.
+    Gates are added if `half_lives` (longest, shortest) is given. An error restores the configuration.
     """
     configs = list(options.configurations(model))
     before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
@@ -63,13 +63,13 @@ def swap(
 
 
 def _merged(config: PreTrainedConfig, chosen: dict) -> dict:
-    """Returns the options of the configuration updated with those chosen; None leaves an option as it is."""
+    """Returns the options of the configuration, updated with the chosen ones that are not None."""
     before = options.all_options(config)
     for name, value in chosen.items():
         there = list(before[name]) if isinstance(before.get(name), tuple) else before.get(name)
         if there not in (None, value):
             raise ValueError(
-                f"config.fastmax of {config.model_type} has {name} = {there!r}, and swap got {value!r}: give the same, or "
-                "fastmax.integrations.transformers.configure(model) takes what was configured away"
+                f"config.fastmax of {config.model_type} has {name} = {there!r}, but swap got {value!r}: pass the same value, "
+                "or reset the configuration with fastmax.integrations.transformers.configure(model)"
             )
     return before | {name: value for name, value in chosen.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The attention layers of a model that run Fastmax, beside those of its teacher: errors for the same inputs."""
+"""Pairs of a model's fastmax layers and its teacher's softmax layers, and their outputs for the same inputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fastmax.convert.batches import Batch, arguments_of, call, padding_of
 from fastmax.core import validation
 from fastmax.nn.self_attention import FastmaxSelfAttention
 
-Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
+Pairs = dict[str, tuple[nn.Module, nn.Module]]  # layer name -> (layer of the model, layer of the teacher)
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")  # loaded already by the owner of such a model
+    transformers = sys.modules.get("transformers")  # the owner of such a model has imported it
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def hugging_face() -> ModuleType:
-    """Returns `fastmax.convert.hugging_face`. Loaded by name, when a model of transformers is met: transformers is optional."""
+    """Returns the module `fastmax.convert.hugging_face`, imported on first use because transformers is optional."""
     return importlib.import_module("fastmax.convert.hugging_face")
 
 
@@ -35,26 +35,31 @@ def check_module(name: str, module: object) -> None:
 
 
 def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
-    """By name, the attention layers that run Fastmax and those of the teacher that run softmax."""
+    """Returns the fastmax layers of the model with the softmax layers of the same names in the teacher.
+
+    Raises:
+        TypeError, ValueError: the models do not match; the message names the layer.
+    """
     for name, module in (("model", model), ("teacher", teacher)):
         check_module(name, module)
     if model is teacher:
-        raise ValueError("teacher must be the model before the swap, a copy of it, got the model itself")
+        raise ValueError("teacher must be a copy of the model from before the swap, got the model itself")
     exchanged, of_teacher, not_softmax = _fastmax_layers(model), dict(teacher.named_modules()), _fastmax_layers(teacher)
     if not exchanged:
-        raise ValueError(f"model ({type(model).__name__}) must have Fastmax in some layer, got none: convert.swap(model) first")
+        got = type(model).__name__
+        raise ValueError(f"model ({got}) must have layers with fastmax attention, got none: call convert.swap(model) first")
     for name, layer in exchanged.items():
         own, kind = of_teacher.get(name), type(layer).__name__
         if type(own) is not type(layer) or name in not_softmax:
-            got = "none of that name" if own is None else f"a {type(own).__name__}" + " of fastmax" * (name in not_softmax)
+            got = "none of that name" if own is None else f"a {type(own).__name__}" + " with fastmax" * (name in not_softmax)
             raise ValueError(f"teacher must have softmax attention in a {kind} {name!r}, got {got}")
         if not _is_causal_self_attention(layer):
-            raise ValueError(f"model must have causal self-attention, which {name!r} ({kind}) is not")
+            raise ValueError(f"model must have causal self-attention only, but {name!r} ({kind}) is not")
     return {name: (layer, of_teacher[name]) for name, layer in exchanged.items()}
 
 
 def _fastmax_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers whose attention is Fastmax, by name."""
+    """Returns the layers with fastmax attention, by name."""
     if not is_of_transformers(model):
         modules = model.named_modules()
         return {name: x for name, x in modules if isinstance(x, FastmaxSelfAttention) and x.attention == "fastmax"}
@@ -66,12 +71,12 @@ def _is_causal_self_attention(layer: nn.Module) -> bool:
 
 
 def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str, Callable[[], Tensor], Tensor], None]) -> None:
-    """Run the teacher, and `compare(name, attend, expected)` where one of its layers has its output.
+    """Runs the teacher on a batch, and calls `compare(name, attend, expected)` after each of its attention layers.
 
     Args:
-        compare: is given the layer's name, `attend`, which returns the output of the model's layer for the same input, and the
-            teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's
-            argument `attention_mask` (b, n), or the layer's `attention_mask`, leaves out.
+        compare: receives the name of the layer, the function `attend`, which runs the model's layer on the same input and
+            returns its output, and the teacher's output `expected`. Outputs are (tokens, embed_dim) in float32 or float64,
+            without padding according to the `attention_mask` of the batch or the layer.
     """
     real = padding_of(arguments_of(teacher, batch))
     is_ours = all(isinstance(layer, FastmaxSelfAttention) for layer, _ in pairs.values())
@@ -96,14 +101,14 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
             stack.callback(own.register_forward_hook(hook_of(name, layer), with_kwargs=True).remove)
         call(teacher, batch)
     if len(called) < len(pairs):
-        raise ValueError(f"teacher must call its layers {', '.join(pairs)}; not called: {', '.join(set(pairs) - called)}")
+        raise ValueError(f"teacher must call its layers {', '.join(pairs)}, but did not call {', '.join(set(pairs) - called)}")
 
 
 def _rows(output: Tensor | tuple, real: Tensor | None) -> Tensor:
     rows = output if isinstance(output, Tensor) else output[0]
     rows = rows.flatten(0, -2) if real is None else rows[real]
     if rows.shape[0] == 0:
-        raise ValueError("batches must hold tokens that take part, got a batch with none")
+        raise ValueError("batches must hold real tokens, got a batch with padding only")
     return rows if rows.dtype == torch.float64 else rows.float()
 
 

@@ -1,4 +1,4 @@
-"""The mask of a Hugging Face teacher's layers (padding, documents of packed rows) as a mask for the converted model's."""
+"""Attention masks of a Hugging Face teacher (padding, packed documents), converted to masks for the model's layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastmax.integrations.transformers.layers import implementation
 
 
 class MaskOfTeacher:
-    """The mask of one batch. The first layer called makes it; layers with the same teacher's mask share it.
+    """Mask of one batch for the model's layers. Layers whose teachers got the same mask share it.
 
-    Models differ in whether packed rows are packed to them (OPT's are not), so the teacher's own mask is asked.
+    It follows the teacher's mask, because models differ in whether they separate packed documents (OPT does not).
     """
 
     def __init__(self, padding: Tensor | None):
@@ -22,13 +22,14 @@ class MaskOfTeacher:
         self._made: tuple[object, FastmaxMask] | None = None
 
     def of(self, layer: nn.Module, own: nn.Module, args: tuple, keywords: dict) -> FastmaxMask:
-        """
+        """Returns the mask for a layer.
+
         Args:
-            layer, own: the model's and the teacher's.
-            args, keywords: what the teacher's was called with.
+            layer, own: layers of the model and of the teacher.
+            args, keywords: arguments of the teacher's layer.
 
         Raises:
-            ValueError: the teacher sees later tokens or those of other documents, or has other documents than `cu_seq_lens_q`.
+            ValueError: the teacher sees later tokens or other documents, or separates other documents than `cu_seq_lens_q`.
         """
         given = keywords.get("attention_mask")
         if self._made is None or self._made[0] is not given:
@@ -42,7 +43,7 @@ class MaskOfTeacher:
             got = validation.describe(self._padding)
             raise ValueError(f"attention_mask of a batch must have the shape of its tokens {(b, n)}, got {got}")
         given, positions = keywords.get("attention_mask"), None
-        is_flash = "flash" in implementation(own)  # goes by the positions, or by cu_seq_lens_q
+        is_flash = "flash" in implementation(own)  # separates documents by position_ids or cu_seq_lens_q, not by the mask
         if isinstance(given, Tensor) and given.dim() == 4:
             sees = (given if given.dtype == torch.bool else given == 0)[:, 0]
             positions = _positions_in_documents(sees, self._padding)
@@ -62,8 +63,15 @@ class MaskOfTeacher:
 
 
 def _positions_in_documents(sees: Tensor, padding: Tensor | None) -> Tensor | None:
-    """(b, n), from 0 in each document, by a softmax mask (b, n, n), True = visible; None with padding, where there is one. A
-    teacher with a window sees less than the model will."""
+    """Returns the position of each token in its document, (b, n), or None if there is padding.
+
+    Args:
+        sees: softmax mask of the teacher, bool (b, n, n), True = visible. With a window it may hide more than the model will.
+        padding: bool (b, n), True = real token, or None.
+
+    Raises:
+        ValueError: a token sees later tokens or other documents.
+    """
     n = sees.shape[1]
     place = torch.arange(n, device=sees.device)
     causal = place[:, None] >= place
@@ -74,7 +82,7 @@ def _positions_in_documents(sees: Tensor, padding: Tensor | None) -> Tensor | No
     else:
         padding = padding.to(sees.device)
         positions, expected = None, causal & padding[:, None]
-        sees, expected = sees[padding], expected[padding]  # rows of padding mean nothing
+        sees, expected = sees[padding], expected[padding]  # rows of padding are meaningless
     if (sees & ~expected).any():
-        raise ValueError("teacher must be causal, and within documents of packed rows, got a mask that shows it other tokens")
+        raise ValueError("teacher must be causal and must not see other documents, got a mask that shows it such tokens")
     return positions

@@ -1,4 +1,4 @@
-"""`fit_polynomial`: the polynomial with which a model's attention is nearest to its teacher's."""
+"""`fit_polynomial`: fits the polynomial of a model's attention to its teacher."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastmax.convert.layers import Pairs, hugging_face, is_of_transformers, pair
 from fastmax.core import validation
 from fastmax.nn.self_attention import EXPANSION_OF_EXP
 
-DIFFERENCE = 0.05  # of a number of the polynomial, for slopes: far above the rounding of bf16, and nearly linear
-LONGEST_STEP = 1.0  # of one of the numbers in a round
+DIFFERENCE = 0.05  # step of the finite differences: far above the rounding of bf16, and small enough to be nearly linear
+LONGEST_STEP = 1.0  # largest change of a parameter of the polynomial in a round
 
 
 @torch.no_grad()
@@ -23,31 +23,31 @@ LONGEST_STEP = 1.0  # of one of the numbers in a round
 def fit_polynomial(
     model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], *, rounds: int = 8
 ) -> list[dict[str, float]]:
-    """Find the polynomial of `fastmax_attention`, one for all layers, by which layers are nearest to the teacher's.
+    """Fits the polynomial of `fastmax_attention`, shared by all layers, so that layer outputs match those of the teacher.
 
-    That of `swap`, Taylor's for exp, is near exp for scores near 0; those of a trained model spread over several units. Damped
-    least squares (Marquardt, 1963) over the positive polynomials of degree 2, with slopes from differences: in each round the
-    teacher runs on the batches, and each layer four times on its input there. What is found costs what Taylor's costs.
+    `swap` sets the Taylor polynomial of exp, which is accurate for scores near 0. Scores of trained models spread over several
+    units. The fit is damped least squares (Marquardt, 1963) over positive polynomials of degree 2, with derivatives from finite
+    differences. A round runs the teacher once on the batches, and each layer of the model four times. The speed of the model
+    does not change.
 
     Args:
-        model, teacher: as of `transfer`. The polynomial is set in the layers' options, of a Hugging Face model in its
-            configuration, which is saved with it; no parameter changes.
-        batches: read once and kept; a few are enough for three numbers.
-        rounds: of least squares.
+        model, teacher: as in `transfer`. The polynomial is written to the options of the layers, or to the configuration of a
+            Hugging Face model, which is saved with it. Parameters do not change.
+        batches: iterable of batches, which are all held in memory. A few suffice for three coefficients.
+        rounds: number of least-squares rounds.
 
     Returns:
-        A row {"round", "error", "a0", "a1", "a2"} for each round, and before them one of what there was. The last row's
-        polynomial, which has the smallest error, is set.
+        A row {"round", "error", "a0", "a1", "a2"} for the initial polynomial and for the best one after each round. The last
+        row has the polynomial that is set.
 
     Raises:
-        TypeError, ValueError: naming the argument; layers of another degree than 2, or with polynomials that differ or are not
-            positive.
+        TypeError, ValueError: an argument is invalid, or the layers do not share one positive polynomial of degree 2.
     """
     validation.check_count("rounds", rounds)
     check_batches(batches)
     pairs, batches = pairs_of(model, teacher), list(batches)
     if not batches:
-        raise ValueError("batches must hold one or more, got none")
+        raise ValueError("batches must hold at least one, got none")
     options = _options(model, pairs)
     before, polynomial = [dict(each) for each in options], _Polynomial.of(options)
 
@@ -76,7 +76,7 @@ def fit_polynomial(
 
 
 class _Polynomial(NamedTuple):
-    """`exp(height) (s + centre)^2 + exp(floor)`: each positive polynomial of degree 2, by any three numbers."""
+    """The polynomial `exp(height) (s + centre)^2 + exp(floor)`. Its parameters are free: every choice gives a positive one."""
 
     height: float
     centre: float
@@ -84,7 +84,7 @@ class _Polynomial(NamedTuple):
 
     @classmethod
     def of(cls, options: list[dict]) -> _Polynomial:
-        """The one that all layers have."""
+        """Returns the polynomial of all layers."""
         found = {
             tuple(each.get(name, a) for name, a in zip(("p", "a0", "a1", "a2"), (2, *EXPANSION_OF_EXP), strict=True))
             for each in options
@@ -103,7 +103,7 @@ class _Polynomial(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """The mean error over layers and batches, and its expansion: half its gradient, and J^T J."""
+    """Mean error over layers and batches, half its gradient, and the Gauss-Newton matrix J^T J."""
 
     error: float
     gradient: Tensor  # (3,)
@@ -126,7 +126,7 @@ def _measure(polynomial: _Polynomial, options: list[dict], pairs: Pairs, teacher
             _set(options, polynomial.moved([DIFFERENCE * (i == j) for j in range(3)]))
             columns.append((attend() - y) / DIFFERENCE)
         total = expected.square().sum(dtype=torch.float64)
-        for i in range(4):  # no matrix product, whose operands autocast or TF32 would round
+        for i in range(4):  # not a matrix product: autocast or TF32 would round its operands
             for j in range(i + 1):
                 sums[i, j] += ((columns[i] * columns[j]).sum(dtype=torch.float64) / total).cpu()
 
@@ -134,12 +134,12 @@ def _measure(polynomial: _Polynomial, options: list[dict], pairs: Pairs, teacher
         visit(pairs, teacher, batch, compare)
     sums = (sums + sums.tril(-1).T) / (len(batches) * len(pairs))
     if not sums.isfinite().all():
-        raise FloatingPointError("the error of attention, or its slope, is not finite")
+        raise FloatingPointError("the error of attention, or its derivative, is not finite")
     return _Fit(sums[0, 0].item(), sums[1:, 0], sums[1:, 1:])
 
 
 def _options(model: nn.Module, pairs: Pairs) -> list[dict]:
-    """Returns the options that the layers read, to be changed in place."""
+    """Returns the option dicts that the layers read. The caller changes them in place."""
     if not is_of_transformers(model):
         return [layer.options for layer, _ in pairs.values()]
     return hugging_face().options_to_change(model)

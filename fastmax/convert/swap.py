@@ -1,4 +1,4 @@
-"""`swap`: Fastmax with an exact window in the place of a model's softmax attention."""
+"""`swap`: replaces a model's softmax attention by fastmax attention with an exact window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastmax.core import validation
 from fastmax.nn.decay_gate import biases_of_half_lives
 from fastmax.nn.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
 
-SHORTEST_NEW_HALF_LIFE = 1 / 8  # of the longest
+SHORTEST_NEW_HALF_LIFE = 1 / 8  # shortest half-life of new gates, relative to the longest
 
 
 def swap(
@@ -24,28 +24,28 @@ def swap(
     decay: bool = False,
     longest_half_life: float = 8192.0,
 ) -> list[str]:
-    """Fastmax with an exact window in the place of a model's softmax attention, in place and with the same weights.
+    """Replaces softmax attention in a model by fastmax attention with an exact window, in place and with the same weights.
 
-    What is exchanged are the layers `FastmaxSelfAttention(attention="softmax")`, but for those with a window of their own, and
-    in a Hugging Face model its attention. Local keys weigh what they weighed: on sequences of up to `exact_window` tokens the
-    model computes what it did. An error leaves it as it was. Options that a Hugging Face model's `config.fastmax` holds already
-    stay (a polynomial, `log_decay`, `constant_memory`); another `exact_window`, `temperature` or `layers` there is refused.
+    It applies to layers `FastmaxSelfAttention(attention="softmax")` without a window, and to the attention of Hugging Face
+    models. Keys in the window keep their softmax weights, so outputs do not change on sequences of up to `exact_window`
+    tokens. An error leaves the model unchanged. Other options in a Hugging Face model's `config.fastmax` are kept (a
+    polynomial, `log_decay`, `constant_memory`); a different `exact_window`, `temperature` or `layers` there is an error.
 
     Args:
-        model: any module that contains such layers, or is one, or a Hugging Face model. Devices, dtypes and modes stay.
-        exact_window: tokens whose keys are weighed by exp(s), as in `fastmax_attention`; at least 1.
-        layers: those to exchange, by name or by number: from 0, in the order of the model, among the layers that can be
-            exchanged; of a Hugging Face model as the option `layers` of its `configure`. None: all.
-        temperature: of `fastmax_attention`, of near keys too; None: softmax's own, `sqrt(head_dim)`.
-        decay: add gates, by which older keys fade, to the layers that have none. They do not depend on x at first.
-        longest_half_life: tokens after which a key of the slowest new gate weighs half at first; those of a layer's heads are
-            spread geometrically from an eighth of that.
+        model: a module that contains such layers or is one, or a Hugging Face model. Devices, dtypes and training modes stay.
+        exact_window: number of most recent keys that are weighted by exp(s), as in `fastmax_attention`; at least 1.
+        layers: layers to swap, by name or by index among those that can be swapped, in the order of the model. For Hugging Face
+            models, as the option `layers` of `fastmax.integrations.transformers.configure`. None: all.
+        temperature: temperature of `fastmax_attention`, for keys in the window too. None: that of softmax, `sqrt(head_dim)`.
+        decay: add decay gates to layers that have none. At first they do not depend on x.
+        longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
+            geometrically from an eighth of it.
 
     Returns:
-        Names of the parameters that are new.
+        The names of new parameters.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted; a model with nothing to exchange.
+        TypeError, ValueError: an argument is invalid, or the model has no layer to swap.
     """
     check_module("model", model)
     validation.check_count("exact_window", exact_window)
@@ -71,14 +71,14 @@ def swap(
 
 
 def _softmax_layers(model: nn.Module) -> dict[str, FastmaxSelfAttention]:
-    """By name, those with softmax over all earlier keys."""
+    """Returns the layers with softmax attention and no window, by name."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FastmaxSelfAttention)}
     found = {name: layer for name, layer in layers.items() if layer.attention == "softmax" and layer.window is None}
     if not found:
         got = {layer.attention + (" with a window" if layer.window else "") for layer in layers.values()}
         raise ValueError(
             f'model ({type(model).__name__}) must have layers FastmaxSelfAttention(attention="softmax") without a window, or '
-            f"be a Hugging Face model; got {'layers of ' + ' and '.join(sorted(got)) if layers else 'none of these layers'}"
+            f"be a Hugging Face model; got {'layers of ' + ' and '.join(sorted(got)) if layers else 'no such layers'}"
         )
     return found
 
@@ -87,17 +87,17 @@ def _chosen(found: dict[str, nn.Module], layers: Iterable[int | str] | None) -> 
     if layers is None:
         return found
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise TypeError(f"layers must be numbers or names of layers, or None, got {validation.describe(layers)}")
+        raise TypeError(f"layers must be indices or names of layers, or None, got {validation.describe(layers)}")
     names, chosen = list(found), {}
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, (int, str)):
-            raise TypeError(f"layers must be numbers or names of layers, got {validation.describe(layer)}")
+            raise TypeError(f"layers must be indices or names of layers, got {validation.describe(layer)}")
         if layer not in (names if isinstance(layer, str) else range(len(names))):
-            raise ValueError(f"layers must be from 0 to {len(names) - 1}, or of the names {', '.join(names)}; got {layer!r}")
+            raise ValueError(f"layers must be from 0 to {len(names) - 1}, or among {', '.join(names)}; got {layer!r}")
         name = layer if isinstance(layer, str) else names[layer]
         chosen[name] = found[name]
     if not chosen:
-        raise ValueError("layers must name one or more, got none")
+        raise ValueError("layers must hold at least one, got none")
     return chosen
 
 

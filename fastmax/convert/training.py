@@ -1,4 +1,4 @@
-"""What `transfer` and `finetune` share: the parameters that are trained, the learning rate, losses that are finite."""
+"""Helpers of `transfer` and `finetune`: trained parameters, learning rate schedule, check of losses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from fastmax.core import validation
 
 
 def named(model: nn.Module, parameters: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Returns the parameters with these names.
+
+    Raises:
+        TypeError, ValueError: there are no names, or one is not that of a parameter.
+    """
     if isinstance(parameters, str) or not isinstance(parameters, Iterable):
         raise TypeError(f"parameters must be names of parameters, got {validation.describe(parameters)}")
     parameters, known = list(parameters), dict(model.named_parameters())
@@ -20,13 +25,13 @@ def named(model: nn.Module, parameters: Iterable[str]) -> dict[str, nn.Parameter
         if name not in known:
             raise ValueError(f"parameters must be names of the model's parameters, got {validation.describe(name)}")
     if not parameters:
-        raise ValueError("parameters must name one or more, got none: swap(..., decay=True) makes new ones")
+        raise ValueError("parameters must hold at least one name, got none: swap(..., decay=True) adds parameters")
     return {name: known[name] for name in parameters}
 
 
 @contextmanager
 def requiring_grad(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Those parameters alone; afterwards as before."""
+    """Sets `requires_grad` on the trained parameters only, and restores it for all after the block."""
     before = [(x, x.requires_grad) for x in model.parameters()]
     chosen = {id(x) for x in trained.values()}
     try:
@@ -41,7 +46,7 @@ def requiring_grad(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Ite
 def warmup_and_cosine(
     optimizer: torch.optim.Optimizer, steps: int, warmup: int, final: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """From 1 / warmup up to the learning rate in `warmup` steps, then as a cosine down to `final` of it."""
+    """Returns a schedule: a linear warm-up to the learning rate in `warmup` steps, then a cosine down to `final` times it."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -53,6 +58,7 @@ def warmup_and_cosine(
 
 
 def finite(what: str, value: Tensor, step: int) -> float:
+    """Returns the value as a float. Raises FloatingPointError if it is not finite."""
     value = value.item()
     if not math.isfinite(value):
         raise FloatingPointError(f"the {what} is {value} at step {step}: a smaller learning_rate may help")

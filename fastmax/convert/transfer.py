@@ -1,4 +1,4 @@
-"""`transfer`: train a few parameters so that each attention layer gives what the teacher's gives for the same input."""
+"""`transfer`: trains some parameters so that each attention layer matches the teacher's on the same input."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ def transfer(
     steps: int,
     learning_rate: float = 0.01,
 ) -> list[dict[str, float]]:
-    """Attention transfer: train a few parameters until each attention layer gives what the teacher's gives for the same input.
+    """Attention transfer: trains some parameters so that each attention layer matches the teacher's on the same input.
 
-    Only the teacher runs as a whole. As soon as one of its layers has its output y, the model's layer of that name gets the
-    same input, and the error `|y' - y|^2 / |y|^2` of its output y' goes backward: one layer's activations at a time are kept.
-    Adam, with a warm-up of a twentieth of the steps and a cosine down to nothing.
+    Only the teacher runs as a whole. After each of its attention layers, the model's layer of the same name runs on the same
+    input, and the error `|y' - y|^2 / |y|^2` of its output y' is differentiated. Thus only one layer's activations are held at
+    a time. The optimizer is Adam, with a warm-up of a twentieth of the steps and a cosine schedule down to 0.
 
     Args:
-        model: after `swap`. Of its parameters only those named change.
-        teacher: the model before the swap, a copy of it. Runs in eval mode; is not changed.
-        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n), or the `attention_mask` of
-            its layers, leaves out do not count. Packed documents are taken as both models take them (`cu_seqlens`;
-            `position_ids` that start again, and `cu_seq_lens_q` beside them).
-        parameters: names of the parameters to train, in layers that were exchanged: what `swap` returned, or for instance
+        model: the model after `swap`. Only the named parameters change.
+        teacher: a copy of the model from before the swap. It runs in eval mode and does not change.
+        batches: iterable of at least `steps` batches. Padding according to the `attention_mask` (b, n) of the batch or of a
+            layer does not count. Packed documents may be given by `cu_seqlens`, or for Hugging Face models by `position_ids`
+            that restart at 0, with or without `cu_seq_lens_q`.
+        parameters: names of the parameters to train, in swapped layers: those that `swap` returned, or for example
             `[name for name, _ in model.named_parameters() if "q_norm" in name]`.
-        steps: batches taken from `batches`.
-        learning_rate: the largest.
+        steps: number of optimizer steps, with one batch each.
+        learning_rate: peak learning rate.
 
     Returns:
-        A row {"step", "error"} for each step: the error before it, mean over the layers with such parameters.
+        A row {"step", "error"} for each step, with the error before the step, averaged over the layers that have such
+        parameters.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        TypeError, ValueError: an argument is invalid. The message names it, its value and the accepted values.
         FloatingPointError: an error is not finite.
     """
     validation.check_count("steps", steps)
@@ -54,7 +55,7 @@ def transfer(
     trained = named(model, parameters)
     for name in trained:
         if not any(name.startswith(f"{layer}." if layer else "") for layer in pairs):
-            raise ValueError(f"parameters must be of attention layers that were exchanged, {', '.join(pairs)}; got {name!r}")
+            raise ValueError(f"parameters must belong to swapped attention layers, {', '.join(pairs)}; got {name!r}")
     pairs = {
         layer: pair for layer, pair in pairs.items() if any(name.startswith(f"{layer}." if layer else "") for name in trained)
     }
@@ -76,24 +77,24 @@ def transfer(
 @torch.no_grad()
 @fresh_casts()
 def attention_errors(model: nn.Module, teacher: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """The error that `transfer` makes smaller, `|y' - y|^2 / |y|^2` by the name of the layer: mean over the batches.
+    """Returns the error that `transfer` minimises, `|y' - y|^2 / |y|^2`, by layer name, averaged over the batches.
 
     Args:
-        model, teacher, batches: as of `transfer`.
+        model, teacher, batches: as in `transfer`.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument is invalid.
     """
     check_batches(batches)
     pairs = pairs_of(model, teacher)
     of_batches = [_errors(pairs, teacher, batch, backward=False) for batch in batches]
     if not of_batches:
-        raise ValueError("batches must hold one or more, got none")
+        raise ValueError("batches must hold at least one, got none")
     return {name: torch.stack([errors[name] for errors in of_batches]).mean().item() for name in pairs}
 
 
 def _errors(pairs: Pairs, teacher: nn.Module, batch: Batch, backward: bool) -> dict[str, Tensor]:
-    """Of each layer; with their gradients, if asked for."""
+    """Returns the error of each layer. With `backward`, also accumulates its gradients."""
     errors = {}
 
     def compare(name: str, attend: Callable[[], Tensor], expected: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from fastmax.core import validation
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.distributed import ring, states
-from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
-from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
+from fastmax.distributed.layout import Layout, Part, contiguous_layout
+from fastmax.distributed.part_decays import PartDecays
 from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, report_errors
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import fastmax_attention, flash_attention
@@ -90,7 +90,7 @@ def context_parallel_attention(
     with report_errors(group):
         validation.check_flag("causal", causal)
         q, k, v = cast_for_autocast(q, k, v)
-        asked = _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
+        _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
         score = validation.check_score(temperature, a0, a1, a2, p)
         kind = validation.check_normalize(normalize, lim)
         if kind == "sequence":
@@ -110,13 +110,13 @@ def context_parallel_attention(
             temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask, algorithm=algorithm,
             log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
         )  # fmt: skip
-    layout = _agreed(group, layout, q, k, v, asked, options)
+    arguments = _check_across_ranks(group, layout, q, k, v, causal, attention_mask, log_decay, cu_seqlens, options)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
-    positions = None if rpe_matrix is None else _positions(layout.of(group.rank()), q.device)
+    positions = None if rpe_matrix is None else _positions(arguments.parts, q.device)
     q, k = prepare_queries_and_keys(q, k, kind, lim, positions)
-    algorithm = _algorithm(algorithm, q, k, v, layout.tokens, asked, exact_window, score)
+    algorithm = _algorithm(algorithm, q, k, v, arguments, exact_window, score)
     with ops.without_autocast(q):
-        o, lse = _attend(q, k, v, asked, Spread(layout, group), score, algorithm, exact_window)
+        o, lse = _attend(q, k, v, arguments, score, algorithm, exact_window)
         noise = dropout_noise(drop_noise, dropout, o.shape, o)
         if noise is not None:
             o = torch.addcmul(o, o, noise, value=dropout)
@@ -165,7 +165,7 @@ def context_parallel_flash_attention(
         validation.check_flag("causal", causal)
         validation.check_bool("return_lse", return_lse)
         q, k, v = cast_for_autocast(q, k, v)
-        asked = _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
+        _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
         score = Softmax(validation.check_scale(scale, q.shape[-1]))
         left, right = validation.check_window(window)
         right = 0 if causal else right
@@ -186,15 +186,14 @@ def context_parallel_flash_attention(
             cu_seqlens=cu_seqlens,
         )
     options = {"function": "context_parallel_flash_attention", "score": score, "window": (left, right)}
-    layout = _agreed(group, layout, q, k, v, asked, options)
-    spread = Spread(layout, group)
+    arguments = _check_across_ranks(group, layout, q, k, v, causal, attention_mask, log_decay, cu_seqlens, options)
     with ops.without_autocast(q):
         if left >= 0:
-            o, lse = _in_window(q, _surrounded(k, v, asked, spread, left, right), asked, spread, score, left, right)
+            o, lse = _in_window(q, _with_halo(k, v, arguments, left, right), arguments, score, left, right)
         elif causal:
-            o, lse = _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score)()
+            o, lse = _start_causal(q, _with_halo(k, v, arguments, 0, 0), arguments, score)()
         else:
-            o, lse = _of_all_keys(q, k, v, asked, spread, score)
+            o, lse = _non_causal_ring(q, k, v, arguments, score)
     return (o, lse) if return_lse else o
 
 
@@ -225,38 +224,45 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
     options = {"function": "tokens_before", "count": count, "dtype of x": x.dtype, "device of x": x.device.type}
     options |= {"batch of x": x.shape[0], "channels of x": x.shape[2]}
     options |= {"gradient of x": x.requires_grad and torch.is_grad_enabled()}
-    layout = _agreed_layout(group, layout, x.shape[1], options)
+    layout = _check_layout_across_ranks(group, layout, x.shape[1], options)
     (before,) = halo((x.unsqueeze(1),), count, 0, layout, group)
     return before.squeeze(1).split(count, dim=1)
 
 
-class _Asked(NamedTuple):
-    """The arguments of a call beside q, k and v. `cu_seqlens` is global, the tensors are local."""
+class _Arguments(NamedTuple):
+    """The arguments of a call beside q, k and v. `cu_seqlens` is global, the other tensors are local."""
 
     causal: bool
     mask: Tensor | None
     log_decay: Tensor | None
     cu_seqlens: Tensor | None
+    layout: Layout
+    group: dist.ProcessGroup
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of this rank."""
+        return self.layout.of(self.group.rank())
 
 
-class _Surrounded(NamedTuple):
-    """Keys, values, mask and decays of a part with its halo."""
+class _PartKeys(NamedTuple):
+    """Keys, values, mask and decays of a part and its halo."""
 
-    k: Tensor  # (b, hk, before + n + behind, d)
+    k: Tensor  # (b, hk, before + n + after, d)
     v: Tensor
-    mask: Tensor | None  # bool (b, before + n + behind); False outside the sequence; never None with a halo
-    log_decay: Tensor | None  # (b, hk, before + n + behind), 0 outside the sequence
+    mask: Tensor | None  # bool (b, before + n + after); False outside the sequence; never None with a halo
+    log_decay: Tensor | None  # (b, hk, before + n + after), 0 outside the sequence
 
-    def narrow(self, first: int, count: int) -> _Surrounded:
+    def narrow(self, first: int, count: int) -> _PartKeys:
         if count == self.k.shape[2]:  # a view would cost a copy into zeros in the backward
             return self
         return self._each(lambda x, dim: x.narrow(dim, first, count))
 
-    def flipped(self) -> _Surrounded:
+    def flipped(self) -> _PartKeys:
         return self._each(lambda x, dim: x.flip(dim))
 
-    def _each(self, function: Callable[[Tensor, int], Tensor]) -> _Surrounded:
-        return _Surrounded(*(None if x is None else function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
+    def _each(self, function: Callable[[Tensor, int], Tensor]) -> _PartKeys:
+        return _PartKeys(*(None if x is None else function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
 
 
 _TOKEN_DIMENSIONS = (2, 2, 1, 2)
@@ -265,21 +271,21 @@ _TOKEN_DIMENSIONS = (2, 2, 1, 2)
 class _Keys(NamedTuple):
     """Keys of this rank, part by part."""
 
-    parts: list[_Surrounded]
-    none: _Surrounded  # zero tokens; connects the graph of a rank without parts, whose gradients others may wait for
-    own: _Surrounded | None = None  # all local tokens, if there is no halo
+    parts: list[_PartKeys]
+    none: _PartKeys  # zero tokens: keeps a rank without parts in the autograd graph, because others wait for it in the backward
+    own: _PartKeys | None = None  # all local tokens, if there is no halo
 
-    def each(self, function: Callable[[_Surrounded], _Surrounded]) -> _Keys:
+    def each(self, function: Callable[[_PartKeys], _PartKeys]) -> _Keys:
         return self._replace(parts=[function(x) for x in self.parts])
 
-    def side_by_side(self) -> _Surrounded:
+    def side_by_side(self) -> _PartKeys:
         if len(self.parts) == 1:
             return self.parts[0]
-        k, v, mask, decay = zip(self.none, *self.parts, strict=True)
-        decay = None if decay[0] is None else torch.cat(decay, dim=2)
+        k, v, mask, decays = zip(self.none, *self.parts, strict=True)
+        decay = None if decays[0] is None else torch.cat(decays, dim=2)
         if self.own is not None:
             return self.own._replace(log_decay=decay)
-        return _Surrounded(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(mask, dim=1), decay)
+        return _PartKeys(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(mask, dim=1), decay)
 
 
 # ---- arguments
@@ -309,7 +315,7 @@ def _check_tensors(
     mask: Tensor | None,
     log_decay: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> _Asked:
+) -> None:
     validation.check_tensors(q, k, v, causal, mask, log_decay)
     if q.dim() != 4:
         raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
@@ -317,10 +323,9 @@ def _check_tensors(
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {validation.describe(cu_seqlens)}")
-    return _Asked(causal, mask, log_decay, cu_seqlens)
 
 
-def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | None:
+def _check_layout(layout: Any, group: dist.ProcessGroup, n: int) -> Layout | None:
     if layout is None:
         return None
     layout = layout if isinstance(layout, Layout) else Layout(layout)
@@ -331,25 +336,35 @@ def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | 
     return layout
 
 
-def _agreed(
-    group: dist.ProcessGroup, layout: Layout | None, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, options: dict
-) -> Layout:
-    """Checks that all ranks pass the same options, tensor shapes and dtypes. Returns the layout."""
-    tensors = {"q": q, "k": k, "v": v, "log_decay": asked.log_decay}
+def _check_across_ranks(
+    group: dist.ProcessGroup,
+    layout: Layout | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: dict,
+) -> _Arguments:
+    """Checks that all ranks pass the same options, tensor shapes and dtypes. Returns the arguments with the layout."""
+    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay}
     grads = [name for name, x in tensors.items() if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     options = options | {
-        "causal": bool(asked.causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
+        "causal": bool(causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
-        "head_dim of v": v.shape[3], "presence of attention_mask": asked.mask is not None,
-        "log_decay": None if asked.log_decay is None else "given",
-        "cu_seqlens": None if asked.cu_seqlens is None else describe_cu_seqlens(asked.cu_seqlens),
+        "head_dim of v": v.shape[3], "presence of attention_mask": mask is not None,
+        "log_decay": None if log_decay is None else "given",
+        "cu_seqlens": None if cu_seqlens is None else describe_cu_seqlens(cu_seqlens),
     }  # fmt: skip
-    layout = _agreed_layout(group, layout, q.shape[2], options)
-    validation.check_cu_seqlens(asked.cu_seqlens, q, k, layout.tokens)
-    return layout
+    layout = _check_layout_across_ranks(group, layout, q.shape[2], options)
+    validation.check_cu_seqlens(cu_seqlens, q, k, layout.tokens)
+    return _Arguments(causal, mask, log_decay, cu_seqlens, layout, group)
 
 
-def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
+def _check_layout_across_ranks(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
+    """Checks that all ranks pass the same layout and options. Returns the layout; for None, that of contiguous ranges."""
     if group.size() == 1:
         return contiguous_layout((n,))
     options = options | {"layout": None if layout is None else digest(layout.stretches)}
@@ -357,15 +372,16 @@ def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, opti
     return contiguous_layout(counts) if layout is None else layout
 
 
-def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _Asked, exact_window: int, score: Score) -> str:
+def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, exact_window: int, score: Score) -> str:
     """Returns "linear" or "quadratic", chosen from arguments that are the same on all ranks."""
-    if asked.cu_seqlens is not None:
-        if not asked.causal and exact_window == 0:
+    tokens = arguments.layout.tokens
+    if arguments.cu_seqlens is not None:
+        if not arguments.causal and exact_window == 0:
             return validation.algorithm_without_state(name)
-        tokens = max(1, tokens // (asked.cu_seqlens.shape[0] - 1))
+        tokens = max(1, tokens // (arguments.cu_seqlens.shape[0] - 1))
     if name != "auto":
         return name
-    causal = asked.causal or exact_window > 0
+    causal = arguments.causal or exact_window > 0
     return choose_algorithm(tokens, tokens, q.shape[-1], v.shape[-1], causal, score.order, q.shape[1] // max(1, k.shape[1]))
 
 
@@ -380,154 +396,155 @@ def _positions(parts: tuple[Part, ...], device: torch.device) -> Positions:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score, algorithm: str, window: int
+    q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, score: Score, algorithm: str, window: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the output and the log of the denominators."""
     if window == 0:
-        if asked.causal:
-            return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
+        if arguments.causal:
+            return _start_causal(q, _with_halo(k, v, arguments, 0, 0), arguments, score, algorithm)()
         if algorithm == "quadratic":
-            return _of_all_keys(q, k, v, asked, spread, score)
-        o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None))
+            return _non_causal_ring(q, k, v, arguments, score)
+        o, z = states.attend_to_all(q, k, v, states.Job(score, arguments.layout, arguments.group, arguments.mask, None, None))
         return o, log_of_sums(z)
-    behind = 0 if asked.causal else window
-    surrounded = _surrounded(k, v, asked, spread, window, behind)
-    far = [_of_earlier_keys(q, surrounded, asked, spread, score, algorithm, window)]
-    if not asked.causal:  # later keys are earlier keys of the reversed sequence
-        n, cu_seqlens = spread.layout.tokens, asked.cu_seqlens
-        turned = asked._replace(cu_seqlens=None if cu_seqlens is None else (n - cu_seqlens).flip(0))
-        mirrored = spread._replace(layout=spread.layout.mirrored())
-        turned_keys = surrounded._replace(parts=[x.flipped() for x in reversed(surrounded.parts)])
-        reversed_global = _of_earlier_keys(q.flip(2), turned_keys, turned, mirrored, score, algorithm, window)
-        far.append(lambda: tuple(x.flip(2) for x in reversed_global()))
-    # While states are on their way:
-    near = surrounded.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, behind)))
-    outputs = [_in_window(q, near, asked, spread, Softmax(score.scale), window - 1, max(0, behind - 1))]
-    return merge_attention(*zip(*outputs, *(finish() for finish in far), strict=True))
+    after = 0 if arguments.causal else window
+    keys = _with_halo(k, v, arguments, window, after)
+    finish_global = [_start_causal(q, keys, arguments, score, algorithm, window)]
+    if not arguments.causal:  # later keys are earlier keys of the reversed sequence
+        n, cu_seqlens = arguments.layout.tokens, arguments.cu_seqlens
+        reversed_arguments = arguments._replace(
+            cu_seqlens=None if cu_seqlens is None else (n - cu_seqlens).flip(0), layout=arguments.layout.mirrored()
+        )
+        reversed_keys = keys._replace(parts=[x.flipped() for x in reversed(keys.parts)])
+        finish_reversed = _start_causal(q.flip(2), reversed_keys, reversed_arguments, score, algorithm, window)
+        finish_global.append(lambda: tuple(x.flip(2) for x in finish_reversed()))
+    # Local keys overlap with the exchange of states.
+    local_keys = keys.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, after)))
+    outputs = [_in_window(q, local_keys, arguments, Softmax(score.scale), window - 1, max(0, after - 1))]
+    return merge_attention(*zip(*outputs, *(finish() for finish in finish_global), strict=True))
 
 
-def _of_earlier_keys(
+def _start_causal(
     q: Tensor,
-    surrounded: _Keys,
-    asked: _Asked,
-    spread: Spread,
+    keys: _Keys,
+    arguments: _Arguments,
     score: Score | Softmax,
     algorithm: str = "quadratic",
     window: int = 0,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Starts causal attention to the keys at least `window` tokens before each query.
+    """Starts attention of each query to the keys at least `window` tokens before it.
 
-    This is causal attention with keys shifted by `window` tokens: query i is at the position of key i - `window`. `surrounded`
-    must have `window` tokens before each part.
+    This is causal attention with keys shifted by `window` tokens: query i is aligned with key i - `window`. `keys` must have a
+    halo of `window` tokens before each part.
 
     Returns:
         A function that finishes the call and returns the output and the log of the denominators.
     """
-    keys, k_starts, between = [], [], []
-    for x, part in zip(surrounded.parts, spread.parts, strict=True):
+    own, starts, between = [], [], []
+    for x, part in zip(keys.parts, arguments.parts, strict=True):
         first = decay = None
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay[..., : window + part.tokens], True, eager.compute_dtype(q.dtype))
             first = first[..., window:]
             if window > 0:
                 between.append(eager.sums_in_window(decay, window))
-        if asked.cu_seqlens is not None:
-            begin, _ = _sequences(asked.cu_seqlens, part)
+        if arguments.cu_seqlens is not None:
+            begin, _ = _sequences(arguments.cu_seqlens, part)
             begin = (begin - part.start + window).clamp(min=-1).to(torch.int32).expand(*x.k.shape[:2], part.tokens)
             first = begin if first is None else torch.maximum(first, begin)
-        k_starts.append(first)
-        keys.append(x._replace(log_decay=decay).narrow(0, part.tokens))
-    bounded = asked.log_decay is not None or asked.cu_seqlens is not None
-    k, v, mask, decay = surrounded._replace(parts=keys).side_by_side()
-    k_starts = tuple(k_starts) if bounded else None
-    carries = Carries(k, decay, k_starts, *spread) if bounded else None
-    if algorithm == "linear":
-        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, k_starts, carries))
+        starts.append(first)
+        own.append(x._replace(log_decay=decay).narrow(0, part.tokens))
+    bounded = arguments.log_decay is not None or arguments.cu_seqlens is not None
+    k, v, mask, decay = keys._replace(parts=own).side_by_side()
+    k_starts = tuple(x for x in starts if x is not None) if bounded else None  # if bounded, all of them
+    part_decays = None if k_starts is None else PartDecays(k, decay, k_starts, arguments.layout, arguments.group)
+    attend: Callable[[], tuple[Tensor, Tensor]]
+    if isinstance(score, Score) and algorithm == "linear":
+        attend = states.begin(q, k, v, decay, states.Job(score, arguments.layout, arguments.group, mask, k_starts, part_decays))
     else:
-        job = ring.Job(score, True, spread, mask, k_starts, carries, None)
+        job = ring.Job(score, True, arguments.layout, arguments.group, mask, k_starts, part_decays, None)
         attend = partial(ring.attend, q, k, v, decay, job)
 
     def finish() -> tuple[Tensor, Tensor]:
         o, z = attend()
         lse = z if isinstance(score, Softmax) else log_of_sums(z)
         if between:
-            faded = torch.cat(between, dim=2).to(lse.dtype)
-            faded = faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            lse = torch.where(lse == -torch.inf, lse, lse + faded)  # keeps -inf where no global key is visible
+            decays = torch.cat(between, dim=2).to(lse.dtype)
+            decays = decays.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            lse = torch.where(lse == -torch.inf, lse, lse + decays)  # keeps -inf where no global key is visible
         return o, lse
 
     return finish
 
 
-def _of_all_keys(
-    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score | Softmax
-) -> tuple[Tensor, Tensor]:
+def _non_causal_ring(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, score: Score | Softmax) -> tuple[Tensor, Tensor]:
     """Non-causal ring attention. Returns the output and the log of the denominators."""
     ranges = None
-    if asked.cu_seqlens is not None:
-        of_parts = [_sequences(asked.cu_seqlens, part) for part in spread.parts]
-        none = asked.cu_seqlens.new_empty(0)
+    if arguments.cu_seqlens is not None:
+        of_parts = [_sequences(arguments.cu_seqlens, part) for part in arguments.parts]
+        none = arguments.cu_seqlens.new_empty(0)
         ranges = tuple(torch.cat(x) for x in zip((none, none), *of_parts, strict=True))
-    o, z = ring.attend(q, k, v, None, ring.Job(score, False, spread, asked.mask, None, None, ranges))
+    o, z = ring.attend(
+        q, k, v, None, ring.Job(score, False, arguments.layout, arguments.group, arguments.mask, None, None, ranges)
+    )
     return o, z if isinstance(score, Softmax) else log_of_sums(z)
 
 
-def _in_window(
-    q: Tensor, surrounded: _Keys, asked: _Asked, spread: Spread, score: Softmax, left: int, right: int
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention to the `left` tokens before each query, its own position, and the `right` tokens after it.
+def _in_window(q: Tensor, keys: _Keys, arguments: _Arguments, score: Softmax, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each query to the `left` tokens before it, its own token, and the `right` tokens after it.
 
-    `surrounded` must have these tokens as the halo of each part. Returns the output and the log-sum-exp.
+    `keys` must have a halo of these tokens. Returns the output and the log-sum-exp.
     """
     pieces = []
-    for x, part in zip(surrounded.parts, spread.parts, strict=True):
+    for x, part in zip(keys.parts, arguments.parts, strict=True):
         of_part, m = q[:, :, part.local], x.k.shape[2]
-        # Operators align the last query with the last key: query i with the key `right` tokens after it, where the window ends.
+        # Operators align the last query with the last key. Here that aligns each query with the last key of its window.
         call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, attention_mask=x.mask)
         first = end = None
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay, False, eager.compute_dtype(q.dtype))
             call, first = call._replace(log_decay=decay), first[..., left:]
-        if asked.cu_seqlens is not None:
+        if arguments.cu_seqlens is not None:
             shape = (*x.k.shape[:2], part.tokens)
             begin, end = ((x - part.start + left).clamp(0, m).to(torch.int32).expand(shape)
-                          for x in _sequences(asked.cu_seqlens, part))  # fmt: skip
+                          for x in _sequences(arguments.cu_seqlens, part))  # fmt: skip
             first = begin if first is None else torch.maximum(first, begin)
         call = call._replace(k_start=first, k_end=None if call.causal else end)
         pieces.append(ops.attention(of_part, x.k, x.v, call))
     if not pieces:  # stays connected to the halo, whose backward is a collective
-        o = q[..., :1].expand(*q.shape[:3], surrounded.none.v.shape[3])
-        o = sum((x.sum().to(o.dtype) for x in surrounded.none if x is not None and x.is_floating_point()), o)
+        o = q[..., :1].expand(*q.shape[:3], keys.none.v.shape[3])
+        o = sum((x.sum().to(o.dtype) for x in keys.none if x is not None and x.is_floating_point()), o)
         return o, o[..., 0].to(eager.compute_dtype(q.dtype))
     return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
 
 
-def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: Spread, before: int, behind: int) -> _Keys:
-    """Returns the keys of each local part with a halo of `before` and `behind` tokens."""
+def _with_halo(k: Tensor, v: Tensor, arguments: _Arguments, before: int, after: int) -> _Keys:
+    """Returns the keys of each local part with a halo of `before` and `after` tokens."""
     wide = eager.compute_dtype(k.dtype)
-    mask, decay = asked.mask, None if asked.log_decay is None else asked.log_decay.to(wide)
-    if before + behind == 0:
-        own = _Surrounded(k, v, mask, decay)
-        return _Keys([own.narrow(part.offset, part.tokens) for part in spread.parts], own.narrow(0, 0), own)
-    around_parts = before, behind, *spread
-    given = [None if mask is None else mask.unsqueeze(1).to(wide), decay]
+    mask, decay = arguments.mask, None if arguments.log_decay is None else arguments.log_decay.to(wide)
+    if before + after == 0:
+        own = _PartKeys(k, v, mask, decay)
+        return _Keys([own.narrow(part.offset, part.tokens) for part in arguments.parts], own.narrow(0, 0), own)
+    around_parts = before, after, arguments.layout, arguments.group
+    numeric_mask = None if mask is None else mask.unsqueeze(1).to(wide)
     k_halo, v_halo = halo((k, v), *around_parts)
-    of_given = iter(halo(tuple(x for x in given if x is not None), *around_parts) if any(x is not None for x in given) else ())
-    mask_halo, decay_halo = (None if x is None else next(of_given) for x in given)
+    given = tuple(x for x in (numeric_mask, decay) if x is not None)
+    of_given = iter(halo(given, *around_parts) if given else ())
+    mask_halo, decay_halo = (None if x is None else next(of_given) for x in (numeric_mask, decay))
     parts = []
-    for i, part in enumerate(spread.parts):
-        at = (i, part, before, behind)
-        tokens = torch.arange(part.start - before, part.stop + behind, device=k.device)
-        is_there = ((tokens >= 0) & (tokens < spread.layout.tokens)).expand(k.shape[0], -1)
-        if mask is not None:
-            is_there = is_there & (around(given[0], mask_halo, *at).squeeze(1) > 0)
-        x_decay = None if decay is None else around(given[1], decay_halo, *at)
-        parts.append(_Surrounded(around(k, k_halo, *at), around(v, v_halo, *at), is_there, x_decay))
+    for i, part in enumerate(arguments.parts):
+        at = (i, part, before, after)
+        tokens = torch.arange(part.start - before, part.stop + after, device=k.device)
+        is_valid = ((tokens >= 0) & (tokens < arguments.layout.tokens)).expand(k.shape[0], -1)
+        if numeric_mask is not None:
+            is_valid = is_valid & (around(numeric_mask, mask_halo, *at).squeeze(1) > 0)
+        x_decay = None if decay is None else around(decay, decay_halo, *at)
+        parts.append(_PartKeys(around(k, k_halo, *at), around(v, v_halo, *at), is_valid, x_decay))
     # Concatenated with the empty halo, so that its backward runs on this rank too.
-    none = _Surrounded(
-        *(None if x is None else torch.cat([x[:, :, :0], of_x[:, :, :0]], dim=2) for x, of_x in ((k, k_halo), (v, v_halo))),
+    none = _PartKeys(
+        torch.cat([k[:, :, :0], k_halo[:, :, :0]], dim=2),
+        torch.cat([v[:, :, :0], v_halo[:, :, :0]], dim=2),
         torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device),
-        None if decay is None else torch.cat([given[1][:, :, :0], decay_halo[:, :, :0]], dim=2),
+        None if decay is None or decay_halo is None else torch.cat([decay[:, :, :0], decay_halo[:, :, :0]], dim=2),
     )
     return _Keys(parts, none)
 

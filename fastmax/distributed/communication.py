@@ -1,8 +1,7 @@
 """Asynchronous collectives on torch.distributed.
 
-Each function starts a collective and returns a `Pending`, whose `wait` returns the result. The
-caller can compute between the two: collectives run on a separate stream on GPUs, and on a separate thread on
-CPUs.
+Each function starts a collective and returns a `Pending`, whose `wait` returns the result. The caller can compute between the
+two: collectives run on a separate stream on GPUs, and on a separate thread on CPUs.
 """
 
 from __future__ import annotations
@@ -38,40 +37,38 @@ class Pending:
         return self._result
 
 
-def gather(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
+def all_gather(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
     """All-gathers x, which has the same shape on all ranks. The result is (ranks, ...)."""
     x = x.contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(group.size())
     return _started(what, group, x, out.view(group.size(), *x.shape), lambda: [_all_gather(out, x, group=group, async_op=True)])
 
 
-def all_to_all(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Sends row r of x (ranks, ...) to rank r. The result holds one row from each rank."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    return _started(what, group, x, out, lambda: [dist.all_to_all_single(out, x, group=group, async_op=True)])
+def all_to_all(
+    what: str, x: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> Pending:
+    """Sends `sent[r]` consecutive rows of x (rows, ...) to rank r, and receives `received[r]` rows from rank r.
 
-
-def scatter_rows(what: str, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Pending:
-    """Sends `sent[r]` consecutive rows of x (rows, ...) to rank r, and receives `received[r]` rows from rank r."""
+    By default the rows are divided evenly. The result holds the received rows, in the order of ranks.
+    """
     x = x.contiguous()
-    out = x.new_empty(sum(received), *x.shape[1:])
+    out = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
     return _started(what, group, x, out, lambda: [dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)])
 
 
-def pass_on(what: str, x: Tensor, expected: int, group: dist.ProcessGroup, tag: int) -> Pending:
+def ring_send_recv(what: str, x: Tensor, expected: int, group: dist.ProcessGroup, tag: int) -> Pending:
     """Ring send and receive: sends x (elements,) to the next rank and receives `expected` elements from the previous one.
 
     Empty messages are not sent. Messages with different tags can be in progress at the same time.
     """
     rank, world = group.rank(), group.size()
     x, out = x.contiguous(), x.new_empty(expected)
-    todo = []
+    operations = []
     if x.numel() > 0:
-        todo.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=tag))
+        operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=tag))
     if expected > 0:
-        todo.append(dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % world, tag=tag))
-    return _started(what, group, x, out, lambda: dist.batch_isend_irecv(todo) if todo else [])
+        operations.append(dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % world, tag=tag))
+    return _started(what, group, x, out, lambda: dist.batch_isend_irecv(operations) if operations else [])
 
 
 def _started(what: str, group: dist.ProcessGroup, x: Tensor, out: Tensor, start: Callable[[], list[dist.Work]]) -> Pending:

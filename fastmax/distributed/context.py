@@ -1,7 +1,7 @@
 """Context parallel modules: `ContextParallel`, a style for `parallelize_module`, and `context_parallel`, a context manager.
 
-Both create a `Context`, which replaces every operation of `FastmaxSelfAttention` that involves several tokens (positions,
-convolution, attention), and the attention functions.
+Both create a `Context`. It replaces the attention functions, and the operations of `FastmaxSelfAttention` that involve several
+tokens: positions, convolution and attention.
 
 `context_parallel` has the interface of `torch.distributed.tensor.experimental.context_parallel`. That function cannot be
 extended: it replaces `torch.nn.functional.scaled_dot_product_attention` by name, and dispatches its ring by a private table.
@@ -28,7 +28,7 @@ from fastmax.distributed.attention import (
     context_parallel_flash_attention,
     tokens_before,
 )
-from fastmax.distributed.communication import gather
+from fastmax.distributed.communication import all_gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, mark_reported, report_errors
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
@@ -39,7 +39,7 @@ from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
-_OF_RANKS = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
+_CONTEXT_PARALLEL = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
 
 
 class Context:
@@ -73,26 +73,27 @@ class Context:
     def layout_of(self, tokens: int) -> Layout:
         """Returns the layout, given the number of local tokens. Without a fixed `Layout`, this is a rank consistency check."""
         if isinstance(self.layout, Layout):
-            return self._layout_given(self.layout, tokens)
-        return self._layout_agreed(tokens, {})
+            self._check_tokens(self.layout, tokens)
+            return self.layout
+        return self._consistent_layout(tokens, {})
 
-    def _layout_given(self, layout: Layout, tokens: int) -> Layout:
+    def _check_tokens(self, layout: Layout, tokens: int) -> None:
         held = layout.count(self.group.rank())
         with report_errors(self.group):
             if held != tokens:
                 raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
-        return layout
 
-    def _layout_agreed(self, tokens: int, options: dict[str, str]) -> Layout:
+    def _consistent_layout(self, tokens: int, options: dict[str, str]) -> Layout:
+        """Checks that all ranks have the same kind of layout and options. Returns the layout for their numbers of tokens."""
         kind = digest(self.layout.stretches) if isinstance(self.layout, Layout) else self.layout
         options = {"function": "a layer", "layout": kind} | options
         counts = (tokens,) if self.mesh.size() == 1 else check_consistency(self.group, options, tokens)
-        return self.layout if isinstance(self.layout, Layout) else _layout(self.layout, counts)
+        return self.layout if isinstance(self.layout, Layout) else _layout_of_counts(self.layout, counts)
 
     @outside_of_compiled_code
     def of_one_forward(self, options: dict[str, object]) -> Context:
         """Returns a context for one forward of a layer, which checks the layout and the layer's options across ranks once."""
-        return _OfOneForward(self.mesh, self.layout, options)
+        return _ForwardContext(self.mesh, self.layout, options)
 
     def telling(self, check: Callable) -> Callable:
         """Wraps a check so that the other ranks raise its errors too."""
@@ -113,9 +114,9 @@ class Context:
 
     @outside_of_compiled_code
     def convolve(self, convolution: ShortConvolution, x: Tensor, places: Tensor | None) -> Tensor:
-        """Applies a causal convolution to x (b, n, channels), with the tokens before each part received from other ranks.
+        """Applies a causal convolution to the local tokens x (b, n, channels). Other ranks send the tokens before each part.
 
-        `places` is as in `ShortConvolution`.
+        `places` is as in `ShortConvolution.forward`.
         """
         layout = self.layout_of(x.shape[1])
         before = tokens_before(x, convolution.width - 1, group=self.group, layout=layout)
@@ -128,7 +129,7 @@ class Context:
 
     @outside_of_compiled_code
     def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raises an error on all ranks if a sequence has padding between real tokens, which would count as positions.
+        """Raises an error on all ranks if a sequence has padding between real tokens, which would shift later positions.
 
         All ranks must call it. `mask` is bool (b, n) of the local tokens, True = real token.
 
@@ -137,14 +138,14 @@ class Context:
         """
         layout = self.layout_of(mask.shape[1])
         if layout.world > 1:
-            # Everything that determines the message sizes and the result.
+            # These options determine the message sizes and the result.
             options = {"function": "a layer with attention_mask", "layout": digest(layout.stretches)}
             options |= {"batch of x": str(mask.shape[0]), "device of x": mask.device.type}
             options |= {"cu_seqlens": "None" if cu_seqlens is None else describe_cu_seqlens(cu_seqlens)}
             check_consistency(self.group, options, mask.shape[1])
         longest = max(layout.count(rank) for rank in range(layout.world))
         own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
-        of_ranks = gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
+        of_ranks = all_gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
         real = mask.new_zeros(mask.shape[0], layout.tokens)
         for rank in range(layout.world):
             for part in layout.of(rank):
@@ -160,8 +161,8 @@ class Context:
             runs = torch.zeros(cu_seqlens.shape[0], dtype=torch.int64, device=mask.device)
             runs = runs.scatter_add(0, sequence, begins[0].long())
         message = (
-            "attention_mask of a context parallel layer must leave the real tokens of each sequence together, padding on the "
-            "left or on the right of them; it has padding between them"
+            "attention_mask of a context parallel layer must have padding only on the left or on the right of the real tokens "
+            "of a sequence, got padding between them"
         )
         if mask.is_cuda:
             torch._assert_async((runs <= 1).all(), message)
@@ -186,12 +187,12 @@ class Context:
     @property
     def attentions(self) -> tuple[Callable, Callable]:
         """The context parallel forms of `fastmax_attention` and `flash_attention`."""
-        fastmax, flash = _OF_RANKS.values()
+        fastmax, flash = _CONTEXT_PARALLEL.values()
         return partial(self._attend, fastmax), partial(self._attend, flash)
 
     def call(self, attention: Callable, arguments: dict) -> Tensor | tuple[Tensor, Tensor]:
         """Runs `fastmax_attention` or `flash_attention` on the local tokens."""
-        return self._attend(_OF_RANKS[attention.__name__], **arguments)
+        return self._attend(_CONTEXT_PARALLEL[attention.__name__], **arguments)
 
     @outside_of_compiled_code
     def _attend(
@@ -202,35 +203,38 @@ class Context:
                 raise ValueError(
                     "use_custom_gradient=False is not supported with context parallelism: autograd cannot record collectives"
                 )
-            sharded_dispatch.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
+            sharded_dispatch.refuse("context parallelism takes the local tokens as plain tensors", q=q, k=k, v=v)
             if not isinstance(q, Tensor):
                 raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
             validation.check_dense("q", q)
             if q.dim() != 4:
                 raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
-        # For contiguous ranges, the call itself exchanges the numbers of tokens.
+        # With contiguous ranges the attention function itself exchanges the numbers of tokens.
         layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
         with sharded_dispatch.entered(None):
             return attention(q, k, v, group=self.group, layout=layout, **options)
 
 
-class _OfOneForward(Context):
+class _ForwardContext(Context):
+    """The context of one forward of a layer. It checks the layout and the layer's options across ranks on first use."""
+
     def __init__(self, mesh: DeviceMesh, layout: str | Layout, options: dict[str, object]):
         super().__init__(mesh, layout)
         self._options = {name: str(x) for name, x in options.items()}
-        self._agreed: Layout | None = None
+        self._checked_layout: Layout | None = None
 
     @outside_of_compiled_code
     def layout_of(self, tokens: int) -> Layout:
-        if self._agreed is None or self._agreed.count(self.group.rank()) != tokens:
+        if self._checked_layout is None or self._checked_layout.count(self.group.rank()) != tokens:
             if isinstance(self.layout, Layout):
-                self._layout_given(self.layout, tokens)
-            self._agreed = self._layout_agreed(tokens, self._options)
-        return self._agreed
+                self._check_tokens(self.layout, tokens)
+            self._checked_layout = self._consistent_layout(tokens, self._options)
+        return self._checked_layout
 
 
 @lru_cache(maxsize=64)
-def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
+def _layout_of_counts(kind: str, counts: tuple[int, ...]) -> Layout:
+    """Returns the layout of a kind for the number of tokens of each rank."""
     if kind == "contiguous":
         return contiguous_layout(counts)
     layout = zigzag_layout(sum(counts), len(counts))

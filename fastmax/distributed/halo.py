@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fastmax.distributed.communication import scatter_rows
-from fastmax.distributed.final import without_second_derivative
+from fastmax.distributed.communication import all_to_all
 from fastmax.distributed.layout import Layout, Part
+from fastmax.distributed.once_differentiable import once_differentiable
 
 
 class Move(NamedTuple):
     """Tokens to copy from a rank to the halo of another."""
 
     source: slice  # local tokens of the sender
-    place: slice  # positions in the receiver's halo, which concatenates those of its parts
+    target: slice  # positions in the receiver's halo, which concatenates the halos of its parts
 
 
 class Plan(NamedTuple):
@@ -26,92 +27,93 @@ class Plan(NamedTuple):
 
     sent: tuple[tuple[Move, ...], ...]  # to each rank
     received: tuple[tuple[Move, ...], ...]  # from each rank; moves within the rank are in both
-    places: int  # positions in the halo
+    size: int  # tokens in the halo
 
 
 @lru_cache(maxsize=256)
-def plan(layout: Layout, rank: int, before: int, behind: int) -> Plan:
-    """Returns the exchange of `before` tokens before and `behind` tokens after each part."""
-    sent = tuple(tuple(_moves(layout, rank, other, before, behind)) for other in range(layout.world))
-    received = tuple(tuple(_moves(layout, other, rank, before, behind)) for other in range(layout.world))
-    return Plan(sent, received, len(layout.of(rank)) * (before + behind))
+def plan(layout: Layout, rank: int, before: int, after: int) -> Plan:
+    """Returns the exchange of `before` tokens before and `after` tokens after each part."""
+    sent = tuple(tuple(_moves(layout, rank, other, before, after)) for other in range(layout.world))
+    received = tuple(tuple(_moves(layout, other, rank, before, after)) for other in range(layout.world))
+    return Plan(sent, received, len(layout.of(rank)) * (before + after))
 
 
-def _moves(layout: Layout, source: int, target: int, before: int, behind: int):
-    return _moves_to(layout, target, before, behind).get(source, ())
+def _moves(layout: Layout, source: int, target: int, before: int, after: int) -> Sequence[Move]:
+    return _moves_to(layout, target, before, after).get(source, ())
 
 
 @lru_cache(maxsize=256)
-def _moves_to(layout: Layout, target: int, before: int, behind: int) -> dict[int, list[Move]]:
+def _moves_to(layout: Layout, target: int, before: int, after: int) -> dict[int, list[Move]]:
     moves: dict[int, list[Move]] = {}
     for i, part in enumerate(layout.of(target)):
-        for start, stop, place in (
-            (part.start - before, part.start, i * (before + behind)),
-            (part.stop, part.stop + behind, i * (before + behind) + before),
+        for start, stop, at in (
+            (part.start - before, part.start, i * (before + after)),
+            (part.stop, part.stop + after, i * (before + after) + before),
         ):
             for held, first, last in layout.overlapping(max(0, start), stop):
                 source = held.offset + first - held.start
-                move = Move(slice(source, source + last - first), slice(place + first - start, place + last - start))
+                move = Move(slice(source, source + last - first), slice(at + first - start, at + last - start))
                 moves.setdefault(held.rank, []).append(move)
     return moves
 
 
-def halo(tensors: tuple[Tensor, ...], before: int, behind: int, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Returns the halo (b, heads, parts * (before + behind), ...) of each tensor (b, heads, n, ...).
+def halo(tensors: tuple[Tensor, ...], before: int, after: int, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Returns the halo (b, heads, parts * (before + after), ...) of each tensor (b, heads, n, ...).
 
-    The halo holds, for each local part, the `before` tokens before it and the `behind` tokens after it; positions outside the
+    The halo holds, for each local part, the `before` tokens before it and the `after` tokens after it. Positions outside the
     sequence are zeros. Differentiable.
 
     Args:
         tensors: of one dtype; the same ones must have `requires_grad` on all ranks.
     """
-    return _Halo.apply(plan(layout, group.rank(), before, behind), group, *tensors)
+    return _Halo.apply(plan(layout, group.rank(), before, after), group, *tensors)
 
 
-def around(x: Tensor, halo: Tensor, i: int, part: Part, before: int, behind: int) -> Tensor:
-    """Returns the i-th local part of x together with its halo: (b, heads, before + n + behind, ...)."""
-    of_part = halo.narrow(2, i * (before + behind), before + behind)
-    return torch.cat([of_part.narrow(2, 0, before), x[:, :, part.local], of_part.narrow(2, before, behind)], dim=2)
+def around(x: Tensor, halo: Tensor, i: int, part: Part, before: int, after: int) -> Tensor:
+    """Returns the i-th local part of x together with its halo: (b, heads, before + n + after, ...)."""
+    of_part = halo.narrow(2, i * (before + after), before + after)
+    return torch.cat([of_part.narrow(2, 0, before), x[:, :, part.local], of_part.narrow(2, before, after)], dim=2)
 
 
 class _Halo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, group: dist.ProcessGroup, *tensors: Tensor):
+    def forward(ctx: Any, plan: Plan, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.group, ctx.shapes = plan, group, [x.shape for x in tensors]
         ctx.set_materialize_grads(False)
-        out = tuple(x.new_zeros(*x.shape[:2], plan.places, *x.shape[3:]) for x in tensors)
+        out = tuple(x.new_zeros(*x.shape[:2], plan.size, *x.shape[3:]) for x in tensors)
         _move(plan, group, tensors, out, backward=False)
         return out
 
     @staticmethod
-    @without_second_derivative
-    def backward(ctx, *grads: Tensor | None):
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         like, wanted = next(x for x in grads if x is not None), ctx.needs_input_grad[2:]
         out = [like.new_zeros(shape) if wants else None for shape, wants in zip(ctx.shapes, wanted, strict=True)]
         given = []
         for x, shape, wants in zip(grads, ctx.shapes, wanted, strict=True):
             if wants:
-                given.append(like.new_zeros(*shape[:2], ctx.plan.places, *shape[3:]) if x is None else x)
+                given.append(like.new_zeros(*shape[:2], ctx.plan.size, *shape[3:]) if x is None else x)
         _move(ctx.plan, ctx.group, given, [x for x in out if x is not None], backward=True)
         return None, None, *out
 
 
-def _move(plan: Plan, group: dist.ProcessGroup, tensors, out, backward: bool) -> None:
-    """Exchanges slices of `tensors` and adds them to `out`; the backward reverses the direction."""
+def _move(plan: Plan, group: dist.ProcessGroup, tensors: Sequence[Tensor], out: Sequence[Tensor], backward: bool) -> None:
+    """Exchanges slices of `tensors` and adds them to `out`. In the backward, slices travel from targets to sources."""
     (sent, source), (received, target) = (plan.sent, 0), (plan.received, 1)  # moves, and the field of Move that indexes them
     if backward:
         (sent, source), (received, target) = (received, target), (sent, source)
 
-    def pieces(tensors, all_moves, at: int) -> list[list[Tensor]]:
+    def pieces(tensors: Sequence[Tensor], all_moves: Sequence[Sequence[Move]], at: int) -> list[list[Tensor]]:
         return [[x[:, :, move[at]] for move in moves for x in tensors] for moves in all_moves]
 
     sources, targets = pieces(tensors, sent, source), pieces(out, received, target)
     for x, y in zip(sources[group.rank()], targets[group.rank()], strict=True):
         y.add_(x)
     sources[group.rank()] = targets[group.rank()] = []
-    counts = [[sum(x.numel() for x in of_rank) for of_rank in of_ranks] for of_ranks in (sources, targets)]
+    counts_sent, counts_received = ([sum(x.numel() for x in of_rank) for of_rank in x] for x in (sources, targets))
     flat = [x.reshape(-1) for of_rank in sources for x in of_rank]
-    came = scatter_rows("tokens around parts", torch.cat(flat) if flat else tensors[0].new_empty(0), *counts, group).wait()
-    targets = [x for of_rank in targets for x in of_rank]
-    for x, y in zip(came.split([x.numel() for x in targets]), targets, strict=True):
+    message = torch.cat(flat) if flat else tensors[0].new_empty(0)
+    received = all_to_all("tokens around parts", message, group, counts_sent, counts_received).wait()
+    flat_targets = [x for of_rank in targets for x in of_rank]
+    for x, y in zip(received.split([x.numel() for x in flat_targets]), flat_targets, strict=True):
         y.add_(x.view(y.shape))

@@ -12,13 +12,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torch import distributed as dist
-
 from fastmax.core import validation
 
 
 class Part(NamedTuple):
-    """A range of the sequence on one rank."""
+    """A range of consecutive tokens of the sequence, on one rank."""
 
     start: int  # global tokens
     stop: int
@@ -118,18 +116,6 @@ class Layout:
         for start, stop in self.stretches[rank]:
             yield Part(start, stop, rank, offset)
             offset += stop - start
-
-
-class Spread(NamedTuple):
-    """A layout and the process group whose ranks hold its parts."""
-
-    layout: Layout
-    group: dist.ProcessGroup
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Parts of this rank."""
-        return self.layout.of(self.group.rank())
 
 
 def contiguous_layout(counts: Sequence[int]) -> Layout:

@@ -97,7 +97,10 @@ def describe_cu_seqlens(cu_seqlens: Tensor) -> str:
 
 
 class _Checker:
-    """Runs the checks of one process group. Every rank counts them, so a check has the same number on all ranks."""
+    """Runs the checks of one process group. Every rank counts them, so a check has the same number on all ranks.
+
+    An entry holds the options and the number of tokens of a rank, or the error that it raised.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self._rank, self._world = group.rank(), group.size()
@@ -106,21 +109,22 @@ class _Checker:
         # A group that is destroyed and recreated on the same store must not read the keys of the first one.
         lifetime = store.add(f"fastmax/lifetimes/{self._rank}", 1)
         self._store = dist.PrefixStore(f"fastmax/{lifetime}", store)
-        self._held = 0
+        self._checks = 0
         self._written: list[str] = []  # keys of this rank that other ranks may still read
         self._lock = Lock()
 
-    def check(self, wanted: dict) -> tuple[int, ...]:
-        with self._lock, self._naming_a_lost_store():
+    def check(self, entry: dict) -> tuple[int, ...]:
+        """Compares `entry` with those of the other ranks. Returns the number of tokens of each rank."""
+        with self._lock, self._explaining_a_lost_store():
             number = self._next()
-            verdict = self._collect(number, wanted) if self._rank == 0 else self._ask(number, wanted)
+            verdict = self._compare_all(number, entry) if self._rank == 0 else self._submit(number, entry)
         if "error" in verdict:
             raise mark_reported((RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}"))
         return tuple(verdict["tokens"])
 
     def refuse(self, message: str) -> None:
         """Reports an error as the outcome of the next check. Does not wait for the other ranks."""
-        with self._lock, self._naming_a_lost_store():
+        with self._lock, self._explaining_a_lost_store():
             number = self._next()
             if self._rank == 0:
                 self._decide(number, self._refused(0, message))
@@ -128,24 +132,26 @@ class _Checker:
                 self._write(number, {"error": message})
 
     def _next(self) -> int:
-        self._held += 1
-        return self._held
+        self._checks += 1
+        return self._checks
 
-    def _collect(self, number: int, wanted: dict) -> dict:
+    def _compare_all(self, number: int, entry: dict) -> dict:
+        """Rank 0: waits for the entries of the other ranks and writes the verdict. Returns it."""
         keys = [f"{number}/{rank}" for rank in range(1, self._world)]
-        if all_came := self._arrive(keys):
-            came = [json.loads(x) for x in self._store.multi_get(keys)]
+        if is_complete := self._wait(keys):
+            entries = [json.loads(x) for x in self._store.multi_get(keys)]
         else:
-            came = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
-        verdict = self._decide(number, self._compare([wanted, *came]))
-        if all_came:  # then all ranks have read the verdicts of earlier checks
+            entries = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+        verdict = self._decide(number, self._compare([entry, *entries]))
+        if is_complete:  # then all ranks have read the verdicts of earlier checks
             self._clean(keep=1)
         return verdict
 
-    def _ask(self, number: int, wanted: dict) -> dict:
-        self._write(number, wanted)
+    def _submit(self, number: int, entry: dict) -> dict:
+        """Other ranks: writes the entry and waits for the verdict. Returns it."""
+        self._write(number, entry)
         key = f"{number}/verdict"
-        if self._arrive([key]):
+        if self._wait([key]):
             verdict = json.loads(self._store.get(key))
         else:
             late = (
@@ -157,33 +163,33 @@ class _Checker:
             self._clean(keep=0)
         return verdict
 
-    def _compare(self, came: list[dict | None]) -> dict:
-        """Returns the verdict of rank 0 on the arguments of each rank. None stands for a rank that did not call in time."""
-        for rank, wanted in enumerate(came):
-            if wanted is not None and "error" in wanted:
-                return self._refused(rank, wanted["error"])
-        for rank, wanted in enumerate(came):
-            if wanted is None:
+    def _compare(self, entries: list[dict | None]) -> dict:
+        """Returns the verdict on the entries of all ranks. None stands for a rank that did not call in time."""
+        for rank, entry in enumerate(entries):
+            if entry is not None and "error" in entry:
+                return self._refused(rank, entry["error"])
+        for rank, entry in enumerate(entries):
+            if entry is None:
                 error = f"rank {rank} of {self._world} did not call within {_time_limit}: it has exited, or calls with other "
                 return {"error": error + "arguments", "late": True}
-        arguments = [wanted for wanted in came if wanted is not None]  # all of them
-        first = arguments[0]["options"]
-        for rank, wanted in enumerate(arguments):
-            other = wanted["options"]
+        complete = [entry for entry in entries if entry is not None]  # all of them
+        first = complete[0]["options"]
+        for rank, entry in enumerate(complete):
+            other = entry["options"]
             for name in first | other:
                 if first.get(name) != other.get(name):
                     values = f"{first.get(name)} on rank 0 and {other.get(name)} on rank {rank}"
                     return {"error": f"{name} must be the same on all ranks, got {values}", "late": False}
-        return {"tokens": [wanted["tokens"] for wanted in arguments]}
+        return {"tokens": [entry["tokens"] for entry in complete]}
 
     @staticmethod
     def _refused(rank: int, message: str) -> dict:
         return {"error": f"rank {rank} refused its arguments: {message}", "late": False}
 
-    def _write(self, number: int, wanted: dict) -> None:
+    def _write(self, number: int, entry: dict) -> None:
         key = f"{number}/{self._rank}"
         self._written.append(key)
-        self._store.set(key, json.dumps(wanted))
+        self._store.set(key, json.dumps(entry))
 
     def _decide(self, number: int, verdict: dict) -> dict:
         """Writes a verdict unless another rank has written one. Returns the verdict of the check."""
@@ -197,7 +203,7 @@ class _Checker:
         while len(self._written) > keep:
             self._store.delete_key(self._written.pop(0))
 
-    def _arrive(self, keys: list[str]) -> bool:
+    def _wait(self, keys: list[str]) -> bool:
         """Waits for the keys. Returns whether all were written within the time limit."""
         try:
             self._store.wait(keys, _time_limit)
@@ -208,7 +214,7 @@ class _Checker:
         return True
 
     @contextmanager
-    def _naming_a_lost_store(self) -> Iterator[None]:
+    def _explaining_a_lost_store(self) -> Iterator[None]:
         try:
             yield
         except dist.DistNetworkError as error:

@@ -3,32 +3,33 @@
 In each step a rank attends its queries to the keys it holds, while it receives the next ones. Partial outputs are merged by
 their denominators or log-sum-exp.
 
-The backward is a second ring. Given o and its statistic (denominator or log-sum-exp) over all keys, an operator returns the
-gradients of one block. Keys and values are sent around again, and their gradients follow. Gradients make one more step than
-the keys, which brings them to the owner. The gradients of a rank's own keys are not sent.
+The backward is a second ring, of keys, values and their gradients. Given o and its statistic (denominator or log-sum-exp) over
+all keys, an operator returns the gradients of one block. Gradients make one more step than the keys, which brings them to their
+owner. The gradients of a rank's own keys are not sent.
 
-With decays, queries and the keys of an earlier part are one causal call over the keys of both parts. The keys of the later part
-are masked and contribute only their decays.
+With decays, attention of a part to an earlier part is one causal call over the keys of both. The keys of the later part are
+masked and contribute only their decays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import functional as F
 
 from fastmax import eager, ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, quotient
-from fastmax.distributed.carries import Carries
-from fastmax.distributed.communication import Pending, all_to_all, pass_on
-from fastmax.distributed.final import without_second_derivative
-from fastmax.distributed.layout import Part, Spread
+from fastmax.distributed.communication import Pending, all_to_all, ring_send_recv
+from fastmax.distributed.layout import Layout, Part
+from fastmax.distributed.once_differentiable import once_differentiable
+from fastmax.distributed.part_decays import PartDecays
 
 _ALIGNED = 16  # bytes: alignment of tensors in a message, for vectorised loads of kernels
 
@@ -38,15 +39,21 @@ class Job(NamedTuple):
 
     score: Score | Softmax
     causal: bool
-    spread: Spread
+    layout: Layout
+    group: dist.ProcessGroup
     mask: Tensor | None  # bool (b, n)
     k_starts: tuple[Tensor, ...] | None  # causal: int32 (b, hk, tokens) of each part; -1: keys before the part are visible
-    carries: Carries | None
+    part_decays: PartDecays | None
     ranges: tuple[Tensor, Tensor] | None  # not causal: start and end of the global keys that each query sees, int64 (n,) each
 
-    def holder(self, step: int) -> int:
-        """Returns the rank whose keys this rank holds in a step."""
-        return (self.spread.group.rank() - step) % self.spread.layout.world
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of this rank."""
+        return self.layout.of(self.group.rank())
+
+    def owner(self, step: int) -> int:
+        """Returns the rank that owns the keys which this rank holds in a step."""
+        return (self.group.rank() - step) % self.layout.world
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
@@ -80,18 +87,20 @@ def _bytes(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _packed(tensors, like) -> Tensor:
+def _pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> Tensor:
     """Packs tensors into one uint8 message with the shapes and dtypes of `like`, aligned so that kernels read them in place."""
-    given = [x for x in tensors if x is not None]
-    message = given[0].new_empty(message_bytes(like), dtype=torch.uint8)
-    for place, x in zip(_unpacked(message, [x for x in like if x is not None]), given, strict=True):
-        place.copy_(x)
+    device = next(x.device for x in tensors if x is not None)
+    message = torch.empty(message_bytes(like), dtype=torch.uint8, device=device)
+    for view, x in zip(_unpack(message, like), tensors, strict=True):
+        if view is not None:
+            view.copy_(x)
     return message
 
 
-def _unpacked(message: Tensor, like):
+def _unpack(message: Tensor, like: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns views of a message with the shapes and dtypes of `like`."""
-    out, at = [], 0
+    out: list[Tensor | None] = []
+    at = 0
     for x in like:
         if x is None:
             out.append(None)
@@ -102,7 +111,7 @@ def _unpacked(message: Tensor, like):
     return out
 
 
-def message_bytes(like) -> int:
+def message_bytes(like: Iterable[Tensor | None]) -> int:
     """Returns the size of a message that holds tensors like these."""
     return sum(_bytes(x) for x in like if x is not None)
 
@@ -132,20 +141,20 @@ def _span(parts: tuple[Part, ...]) -> slice:
     return slice(parts[0].local.start, parts[-1].local.stop)
 
 
-def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """Yields the calls for the local queries and the keys of rank `holder`.
+def _blocks(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
+    """Yields the calls for the local queries and the keys of rank `owner`.
 
-    Without decays, resets or ranges, consecutive parts share one call: a rank holds its parts in sequence order, so its own
-    keys are one causal call, and of the keys of another rank each part sees a prefix.
+    Without decays, resets and ranges, consecutive parts share one call. A rank holds its parts in sequence order. Hence its own
+    keys are one causal call, and each part sees a prefix of the keys of another rank.
     """
     if own.log_decay is not None or job.k_starts is not None or job.ranges is not None:
-        yield from _blocks_of_parts(job, own, held, holder)
+        yield from _blocks_by_part(job, own, held, owner)
         return
-    layout, of_rank = job.spread.layout, job.spread.parts
-    all_keys = layout.of(holder)
+    layout, of_rank = job.layout, job.parts
+    all_keys = layout.of(owner)
     if not all_keys:
         return
-    if not job.causal or holder == job.spread.group.rank():
+    if not job.causal or owner == job.group.rank():
         if of_rank:
             yield _block(job, of_rank, all_keys, held, causal=job.causal)
         return
@@ -160,10 +169,10 @@ def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Ke
     return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", attention_mask=x.mask))
 
 
-def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """Yields one call for each pair of a local part and a visible part of rank `holder`."""
-    for i, queries in enumerate(job.spread.parts):
-        for keys in job.spread.layout.of(holder):
+def _blocks_by_part(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
+    """Yields one call for each pair of a local part and a visible part of rank `owner`."""
+    for i, queries in enumerate(job.parts):
+        for keys in job.layout.of(owner):
             if job.causal and keys.start > queries.start:
                 continue
             block = _block(job, (queries,), (keys,), held, causal=job.causal and keys == queries)
@@ -179,22 +188,24 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[B
                 call = call._replace(k_start=first.expand(shape), k_end=end.expand(shape))
             block = block._replace(call=call)
             if keys != queries and x.log_decay is not None:
-                yield _decay(job, block, own.of(queries.local), x)
+                yield _with_decays(job, block, own.of(queries.local), x)
             else:
                 yield block
 
 
 def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
-    forgotten = job.carries.forgotten(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
-    first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
+    assert job.part_decays is not None and job.k_starts is not None
+    first_visible = job.part_decays.first_visible(job.layout.index[job.parts[i]]).unsqueeze(-1)
+    first = (first_visible - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
 
 
-def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
+def _with_decays(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
+    assert job.part_decays is not None and own.log_decay is not None
     (queries,), (keys,) = block.queries, block.keys
-    between = job.carries.between(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
+    between = job.part_decays.log_decay_of(job.layout.index[keys] + 1, job.layout.index[queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
@@ -207,14 +218,14 @@ def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     return block._replace(k=k, v=v, call=call)
 
 
-class _Sums:
-    """Merges partial outputs of the queries of a part."""
+class _PartialOutputs:
+    """Merges the partial outputs of a part over blocks of keys."""
 
     def __init__(self, score: Score | Softmax):
         self._softmax = isinstance(score, Softmax)
-        # Of one block: its o. Of several, in the compute dtype: the numerator, or for softmax the normalised output.
-        self._o: Tensor | None = None
-        self._statistic: Tensor | None = None
+        # After one block: its o. After several, in the compute dtype: the numerator, or for softmax the normalised output.
+        self._o: Tensor
+        self._statistic: Tensor
         self._blocks = 0
 
     def add(self, o: Tensor, statistic: Tensor) -> None:
@@ -250,11 +261,11 @@ class _Ring(torch.autograd.Function):
     """Ring attention; the backward is a second ring."""
 
     @staticmethod
-    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
         own = Keys(k, v, log_decay, job.mask)
-        sums = {part: _Sums(job.score) for part in job.spread.parts}
-        for held, holder in _travelling(job, own):
-            for block in _blocks(job, own, held, holder):
+        sums = {part: _PartialOutputs(job.score) for part in job.parts}
+        for held, owner in _ring_steps(job, own):
+            for block in _blocks(job, own, held, owner):
                 results = ops.attention(q[:, :, block.rows], block.k, block.v, block.call)
                 for part in block.queries:
                     at = slice(part.local.start - block.rows.start, part.local.stop - block.rows.start)
@@ -268,44 +279,40 @@ class _Ring(torch.autograd.Function):
         return o, statistic
 
     @staticmethod
-    @without_second_derivative
-    def backward(ctx, grad_o: Tensor | None, grad_statistic: Tensor | None):
+    @once_differentiable
+    def backward(ctx: Any, grad_o: Tensor | None, grad_statistic: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        of_own_queries, of_own_keys = _Totals((q,)), None
-        of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
-        between = None if log_decay is None else _Between(job, log_decay)
-        arriving: Pending | None = None
-        for step, (held, holder) in enumerate(_travelling(job, own)):
-            of_keys = _Totals(held[:3])
-            for block in _blocks(job, own, held, holder):
+        of_own_queries = _GradientSums((q,))
+        of_own_keys: _GradientSums
+        of_decays = None if log_decay is None else _DecayGradients(job, log_decay)
+        pending: Pending | None = None
+        for step, (held, owner) in enumerate(_ring_steps(job, own)):
+            of_keys = _GradientSums(held[:3])
+            for block in _blocks(job, own, held, owner):
                 rows, columns = block.rows, block.columns
                 tokens = columns.stop - columns.start
-                of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
-                *of_rows, o_rows, statistic_rows = of_rows
-                part = ops.attention_backward(*of_rows, block.k, block.v, o_rows, statistic_rows, block.call)
+                given = (grad_o, grad_statistic, q, o, statistic)
+                g, grad_z, q_rows, o_rows, z = (None if x is None else x[:, :, rows] for x in given)
+                part = ops.attention_backward(g, grad_z, q_rows, block.k, block.v, o_rows, z, block.call)
                 of_own_queries.add(rows, part[:1])
                 of_keys.add(columns, [x[:, :, :tokens] for x in part[1:] if x is not None])
-                if log_decay is not None and block.keys != block.queries:
-                    behind = part[3][..., tokens:]
-                    of_queries[..., rows] += behind
-                    between.add(block, behind[..., 0])
+                if of_decays is not None and part[3] is not None and block.keys != block.queries:
+                    of_decays.add(block, part[3][..., tokens:])
             if step == 0:  # gradients of a rank's own keys are not sent
                 of_own_keys = of_keys
                 continue
-            if arriving is not None:
-                of_keys.add_all(_unpacked(arriving.wait(), gradients_of(held, step - 1)))
-            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
-            message = _packed(of_keys.result(), gradients_of(held, step))
-            expected = message_bytes(gradients_of(following, step))
-            arriving = pass_on("gradients of keys and values", message, expected, job.spread.group, tag=1)
-        if arriving is not None:
-            of_own_keys.add_all(_unpacked(arriving.wait(), gradients_of(own, step)))
+            if pending is not None:
+                of_keys.add_all(_unpack(pending.wait(), gradients_of(held, step - 1)))
+            next_keys = own.with_tokens(job.layout.count(job.owner(step + 1)))
+            message = _pack(of_keys.result(), gradients_of(held, step))
+            expected = message_bytes(gradients_of(next_keys, step))
+            pending = ring_send_recv("gradients of keys and values", message, expected, job.group, tag=1)
+        if pending is not None:
+            of_own_keys.add_all(_unpack(pending.wait(), gradients_of(own, step)))
         (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
-        grad_decay = None
-        if log_decay is not None:
-            grad_decay = (grads[2] + of_queries + between.result()).to(log_decay.dtype)
+        grad_decay = None if of_decays is None else of_decays.result(grads[2]).to(log_decay.dtype)
         return None, grad_q.to(q.dtype), *(x.to(k.dtype) for x in grads[:2]), grad_decay
 
 
@@ -319,7 +326,7 @@ def gradients_of(keys: Keys, step: int) -> list[Tensor]:
     return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
 
 
-class _Totals:
+class _GradientSums:
     """Accumulates tensors (b, heads, tokens, ...) over blocks, in the compute dtype.
 
     A single block that covers all tokens keeps its dtype.
@@ -348,40 +355,49 @@ class _Totals:
         return [torch.zeros_like(x, dtype=eager.compute_dtype(x.dtype), memory_format=contiguous) for x in self._like]
 
 
-def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
-    """Yields the keys held in each step and the rank that owns them. The next keys are received meanwhile."""
+def _ring_steps(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
+    """Yields the keys held in each step and their owner. The next keys are received while the caller uses them."""
     held, message = own, None
-    for step in range(job.spread.layout.world):
-        arriving = None
-        if step + 1 < job.spread.layout.world:
-            message = _packed(own, own) if step == 0 else message
-            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
-            arriving = pass_on("keys and values", message, message_bytes(following), job.spread.group, tag=0)
-        yield held, job.holder(step)
-        if arriving is not None:
-            message = arriving.wait()
-            held = Keys(*_unpacked(message, following))
+    for step in range(job.layout.world):
+        pending = None
+        if step + 1 < job.layout.world:
+            message = _pack(own, own) if step == 0 else message
+            next_keys = own.with_tokens(job.layout.count(job.owner(step + 1)))
+            pending = ring_send_recv("keys and values", message, message_bytes(next_keys), job.group, tag=0)
+        yield held, job.owner(step)
+        if pending is not None:
+            message = pending.wait()
+            held = Keys(*_unpack(message, next_keys))
 
 
-class _Between:
-    """Accumulates the gradients of the decays of parts between queries and keys, and sends them to the ranks of those parts."""
+class _DecayGradients:
+    """Accumulates the gradients of decays between queries and the keys of earlier parts.
+
+    These are the decays of the queries' own part, and those of parts between keys and queries, whose ranks get the gradients.
+    """
 
     def __init__(self, job: Job, like: Tensor):
         self._job = job
-        layout = job.spread.layout
+        layout = job.layout
         b, hk, self._tokens = like.shape
-        self._sums = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
+        self._own = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        self._between = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
 
-    def add(self, block: Block, flow: Tensor) -> None:
-        layout = self._job.spread.layout
+    def add(self, block: Block, grad: Tensor) -> None:
+        """Adds `grad` (b, hk, tokens), the gradient of the decays of the query part of a block.
+
+        The gradient of its first decay is that of any decay between keys and queries.
+        """
+        self._own[..., block.rows] += grad
+        layout = self._job.layout
         (queries,), (keys,) = block.queries, block.keys
         for part in layout.parts[layout.index[keys] + 1 : layout.index[queries]]:
-            self._sums[part.rank, layout.of(part.rank).index(part)] += flow
+            self._between[part.rank, layout.of(part.rank).index(part)] += grad[..., 0]
 
-    def result(self) -> Tensor:
-        """Sends the sums to their ranks. Returns the gradient of the local decays, (b, hk, n) in float64."""
-        came = all_to_all("gradients of decays", self._sums, self._job.spread.group).wait().sum(0)
-        out = came.new_zeros(*came.shape[1:], self._tokens)
-        for x, part in zip(came, self._job.spread.parts, strict=False):
+    def result(self, of_keys: Tensor) -> Tensor:
+        """Exchanges the gradients of parts. Returns the gradient of the local decays, `of_keys` included, (b, hk, n)."""
+        received = all_to_all("gradients of decays", self._between, self._job.group).wait().sum(0)
+        out = received.new_zeros(*received.shape[1:], self._tokens)
+        for x, part in zip(received, self._job.parts, strict=False):
             out[..., part.local] = x.unsqueeze(-1)
-        return out
+        return of_keys + self._own + out

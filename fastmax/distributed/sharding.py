@@ -1,8 +1,8 @@
-"""DTensor rules of the public functions and all registered operators: batch or heads may be sharded, the rest is replicated.
+"""DTensor sharding rules of the public functions and all registered operators: batch and heads may be sharded.
 
 Batch entries and key/value heads are independent, so each rank runs the operator on its local shards. Gradients of tensors that
 several ranks share have placement `Partial`: that of an rpe matrix, and those of a single key/value head whose query heads are
-on several ranks. Other placements (tokens, channels, partial sums) and uneven shards are replicated first.
+on several ranks. Inputs with other placements (tokens, channels, partial sums) or uneven shards are replicated first.
 
 Operators are registered by `torch.library.register_torch_dispatch`, because `register_sharding` does not fit. DTensor's
 dispatcher returns the first argument of operators whose name ends in an underscore. It shards heads unevenly, which would pair
@@ -137,8 +137,8 @@ def on_shards(function: Callable, tensors: Mapping[str, DTensor | None], results
     division = divide(given)
     local = dict(tensors)
     for name, x in given.items():
-        lies, of_gradient = (division.placements(name, is_gradient) for is_gradient in (False, True))
-        local[name] = x.redistribute(placements=lies).to_local(grad_placements=of_gradient)
+        placements, of_gradient = (division.placements(name, is_gradient) for is_gradient in (False, True))
+        local[name] = x.redistribute(placements=placements).to_local(grad_placements=of_gradient)
     out = function(**local)
     out = out if isinstance(out, tuple) else (out,)
     return tuple([
@@ -147,7 +147,15 @@ def on_shards(function: Callable, tensors: Mapping[str, DTensor | None], results
     ])  # fmt: skip
 
 
-def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None, *, results):
+def _run(
+    cls: type,
+    operator: torch._ops.OpOverload,
+    types: tuple,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    *,
+    results: tuple[str, ...],
+) -> DTensor | tuple[DTensor, ...]:
     """Runs an operator on the local shards of its DTensors. `results` names its results."""
     schema = operator._schema
     names = [argument.name for argument in schema.arguments]
@@ -162,31 +170,31 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
     with torch.no_grad():  # autograd has already recorded the operator
         keys_summed = "grad_new_kv_state" not in names and "grad_k" not in written
         division = divide(with_axes, written, keys_summed)
-        everywhere = (Replicate(),) * division.mesh.ndim
+        replicated = (Replicate(),) * division.mesh.ndim
         local = []
         for name, x in zip(names, args, strict=True):
             if name in tensors:
-                x = x.redistribute(placements=division.placements(name) if name in with_axes else everywhere).to_local()
+                x = x.redistribute(placements=division.placements(name) if name in with_axes else replicated).to_local()
             local.append(x)
         out = operator(*local)
         out = out if isinstance(out, tuple) else (out,)
         wrapped = []
         for name, x in zip(results, out, strict=True):
             is_gradient = name.startswith("grad_")
-            lies = everywhere if tuple(x.shape) == (0,) else division.placements(name, is_gradient)
-            wrapped.append(DTensor.from_local(x, division.mesh, lies, run_check=False))
+            placements = replicated if tuple(x.shape) == (0,) else division.placements(name, is_gradient)
+            wrapped.append(DTensor.from_local(x, division.mesh, placements, run_check=False))
     return tuple(wrapped) if len(wrapped) > 1 else wrapped[0]
 
 
-def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None):
+def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> DTensor:
     """Runs `fastmax::softmax` on local shards. Every dimension but the last may be sharded."""
     x, algorithm = args
     with torch.no_grad():
         of_rows = (type(p) is Shard and p.dim < x.dim() - 1 for p in x.placements)
-        lies = [p if kept else Replicate() for p, kept in zip(x.placements, of_rows, strict=True)]
-        y = operator(x.redistribute(placements=lies).to_local(), algorithm)
+        placements = [p if kept else Replicate() for p, kept in zip(x.placements, of_rows, strict=True)]
+        y = operator(x.redistribute(placements=placements).to_local(), algorithm)
         stride = torch.empty(x.shape, device="meta").stride()
-        return DTensor.from_local(y, x.device_mesh, lies, run_check=False, shape=x.shape, stride=stride)
+        return DTensor.from_local(y, x.device_mesh, placements, run_check=False, shape=x.shape, stride=stride)
 
 
 def _register(name: str, results: tuple[str, ...]) -> None:

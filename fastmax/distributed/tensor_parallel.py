@@ -54,7 +54,7 @@ class _Heads:
         for name in self.names:
             owner, leaf = _find(module, name)
             parameter = owner._parameters[leaf]
-            whole = distribute_tensor(parameter, mesh, [_lies(name)])
+            whole = distribute_tensor(parameter, mesh, [_placement(name)])
             owner.register_parameter(leaf, nn.Parameter(whole, parameter.requires_grad))
         self.whole: dict[str, Tensor] = {}  # during a forward
 
@@ -88,13 +88,13 @@ class _Heads:
         if name.startswith(("qkv_proj", "conv")):
             x = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             return torch.cat([x[rows] for rows in self.rows])
-        if isinstance(_lies(name), Shard):
+        if isinstance(_placement(name), Shard):
             return whole.to_local()
         x = whole.to_local(grad_placements=[Partial()])
         return x * 0 if name == "out_proj.bias" and self.mesh.get_local_rank() > 0 else x  # added by rank 0 only
 
 
-def _lies(name: str) -> Placement:
+def _placement(name: str) -> Placement:
     """Returns the placement of a parameter of the layer."""
     if name == "out_proj.weight":
         return Shard(1)
@@ -102,5 +102,6 @@ def _lies(name: str) -> Placement:
 
 
 def _find(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the submodule that owns a parameter, and the name of the parameter there."""
     owner, _, leaf = name.rpartition(".")
     return module.get_submodule(owner), leaf

@@ -1,4 +1,4 @@
-"""Number of bytes that a rank receives in a call of `fastmax.distributed`, calculated without running the call."""
+"""`exchanged_bytes`: the number of bytes that a rank receives in a call, calculated without running it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from fastmax import eager
 from fastmax.distributed import halo, ring
 from fastmax.distributed.layout import Layout
-from fastmax.distributed.states import by_shares
+from fastmax.distributed.states import uses_all_to_all
 
-_CARRY = 16  # bytes: two float64 numbers per part and key/value head
+_BYTES_OF_PART_DECAYS = 16  # two float64 numbers per part and key/value head
 
 
 class Bytes(NamedTuple):
@@ -86,7 +86,7 @@ def _global(layout: Layout, rank: int, keys: ring.Keys, algorithm: str, causal: 
     total = _states(layout, keys, causal, p) if algorithm == "linear" else _ring(layout, rank, keys)
     if bounded and causal:
         b, hk = keys.k.shape[:2]
-        total += Bytes((layout.world - 1) * layout.most_parts * b * hk * _CARRY, 0)
+        total += Bytes((layout.world - 1) * layout.most_parts * b * hk * _BYTES_OF_PART_DECAYS, 0)
     return total
 
 
@@ -96,7 +96,7 @@ def _states(layout: Layout, keys: ring.Keys, causal: bool, p: int) -> Bytes:
     parts = layout.most_parts if causal else 1
     size = torch.finfo(eager.compute_dtype(keys.k.dtype)).bits // 8
     own = parts * b * hk * elements * size
-    if causal and by_shares(world, own):
+    if causal and uses_all_to_all(world, own):
         share = -(-elements // world)
         received = 2 * (world - 1) * parts * b * hk * share * size
     else:
@@ -116,8 +116,8 @@ def _ring(layout: Layout, rank: int, keys: ring.Keys) -> Bytes:
     return Bytes(forward, forward + gradients)
 
 
-def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, behind: int, padded: bool) -> Bytes:
-    plan = halo.plan(layout, rank, before, behind)
+def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, after: int, padded: bool) -> Bytes:
+    plan = halo.plan(layout, rank, before, after)
 
     def tokens(moves: Sequence[Sequence[halo.Move]]) -> int:
         return sum(move.source.stop - move.source.start for other, x in enumerate(moves) if other != rank for move in x)

@@ -1,4 +1,4 @@
-"""Fastmax inside other libraries; each module needs its library and is imported when it is first used."""
+"""Fastmax in other libraries. The module `transformers`, which needs that library, is imported on first use."""
 
 import importlib
 from types import ModuleType

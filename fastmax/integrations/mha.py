@@ -18,27 +18,26 @@ _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weigh
 
 
 def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAttention]:
-    """Replace every `nn.MultiheadAttention` in `model` by fastmax attention, in place and with the same Parameters.
+    """Replaces every `nn.MultiheadAttention` in `model` by fastmax attention, in place and with the same Parameters.
 
-    Keys of the state dict do not change, a module registered under several names stays one module, and the fast path of
-    `nn.TransformerEncoderLayer` and the nested tensors of `nn.TransformerEncoder`, which would go round the replacement,
-    are switched off for the layers concerned. An error leaves the model as it was.
+    Keys of the state dict do not change. A module registered under several names stays one module. The fast path of
+    `nn.TransformerEncoderLayer` and the nested tensors of `nn.TransformerEncoder` are switched off for layers with a
+    replacement, because they would bypass it. An error leaves the model unchanged.
 
     Args:
-        model: any module that contains `nn.MultiheadAttention`.
-        options: those of `FASTMultiHeadAttention`, except `mask`: whether a call is causal follows from its masks.
-            `temperature` defaults to sqrt(head_dim), the scale of the softmax attention that is replaced. Fastmax has no
-            attention weights to drop, so a module whose `dropout` is not 0 is refused in training mode, now or when it is
-            called. The option `dropout` takes its place: the strength of fastmax's noise on the output, or 0.0 for none.
+        model: a module that contains `nn.MultiheadAttention`.
+        options: options of `FASTMultiHeadAttention`, except `mask`: the masks of a call decide whether it is causal.
+            `temperature` defaults to sqrt(head_dim), the scale of softmax attention. Fastmax has no attention weights to drop:
+            a module whose `dropout` is not 0 is an error in training mode, now or when it is called. The option `dropout`
+            replaces it by noise of this strength on the output; 0.0: none.
 
     Returns:
-        Name in the model -> the module that was there. `model.set_submodule(name, original)` puts one back.
+        The original modules by name. `model.set_submodule(name, original)` restores one.
 
     Raises:
-        ValueError: `model` itself is an `nn.MultiheadAttention`, or holds none (left); one in training mode has dropout, and
-            there is no option `dropout`.
-        TypeError: an attention module that another forward, a hook or a parametrization has made into another function;
-            an unknown option.
+        ValueError: `model` is an `nn.MultiheadAttention` itself, or contains none; a module in training mode has dropout, and
+            the option `dropout` is not given.
+        TypeError: a module has its own forward, a hook or a parametrization; an option is unknown.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {validation.describe(model)}")
@@ -55,11 +54,11 @@ def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAt
     if not found:
         done = sum(isinstance(module, SwappedMultiheadAttention) for module in model.modules())
         raise ValueError(
-            f"model ({type(model).__name__}) has no nn.MultiheadAttention left: {done} were swapped before"
+            f"model ({type(model).__name__}) has no nn.MultiheadAttention left: {done} are already swapped"
             if done
-            else f"model ({type(model).__name__}) holds no torch.nn.MultiheadAttention, which is what is looked for: attention "
-            "of another class calls fastmax.fastmax_attention itself (docs/swapping.md has its form, and that of models of "
-            "Hugging Face transformers)"
+            else f"model ({type(model).__name__}) holds no torch.nn.MultiheadAttention, the only class that is swapped: call "
+            "fastmax.fastmax_attention in the forward of other attention classes (docs/swapping.md, also for Hugging Face "
+            "transformers)"
         )
     for name, module in found.items():
         _check_swappable(name, module)
@@ -79,11 +78,11 @@ def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAt
 
 
 class SwappedMultiheadAttention(nn.Module):
-    """The interface and the Parameters of an `nn.MultiheadAttention` around fastmax attention.
+    """Fastmax attention with the interface and the Parameters of an `nn.MultiheadAttention`.
 
-    Built by `swap_attention`, which lists the options. They are attributes of the module `attention` inside:
-    `swapped.attention.temperature = 3.0`. `dropout` is that of the attention weights of `original`, 0.0 with the option
-    `dropout`; training mode refuses another. The Parameters and `out_proj` are those of `original`, shared.
+    `swap_attention` creates it and documents the options. They are attributes of the inner module:
+    `swapped.attention.temperature = 3.0`. `dropout` is that of `original`, or 0.0 with the option `dropout`; training mode
+    accepts only 0. The Parameters and `out_proj` are shared with `original`.
     """
 
     def __init__(self, original: nn.MultiheadAttention, **options: Any):
@@ -91,16 +90,13 @@ class SwappedMultiheadAttention(nn.Module):
         _check_swappable("original", original)
         for name in ("mask", "causal"):
             if name in options:
-                raise TypeError(
-                    f"{name} is not an option here: whether a call is causal follows from its attn_mask and is_causal"
-                )
+                raise TypeError(f"{name} is not an option here: attn_mask and is_causal decide whether a call is causal")
         self.embed_dim, self.kdim, self.vdim = original.embed_dim, original.kdim, original.vdim
         self.num_heads, self.head_dim = original.num_heads, original.head_dim
         self.batch_first = original.batch_first
         self.add_zero_attn = original.add_zero_attn
-        self.dropout = 0.0 if "dropout" in options else original.dropout  # of attention weights, which training refuses
-        # nn.TransformerEncoderLayer runs its own fused softmax kernel on the weights of its self_attn, unless told here
-        # that these are not packed.
+        self.dropout = 0.0 if "dropout" in options else original.dropout  # of attention weights; training mode accepts only 0
+        # False disables the fast path of nn.TransformerEncoderLayer, a fused softmax kernel on the weights of its self_attn.
         self._qkv_same_embed_dim = False
         for name in _PARAMETERS:
             self.register_parameter(name, getattr(original, name))
@@ -124,26 +120,26 @@ class SwappedMultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """As `nn.MultiheadAttention.forward`, but for the masks it takes and the weights, which are never formed.
+        """Computes attention as `nn.MultiheadAttention.forward` does, with restricted masks and without attention weights.
 
         Args:
             query: (b, n, embed_dim) with batch_first, else (n, b, embed_dim), or unbatched (n, embed_dim).
-            key, value: (b, m, kdim) and (b, m, vdim), laid out like query.
+            key, value: (b, m, kdim) and (b, m, vdim), with the axis order of query.
             key_padding_mask: (b, m), or (m,) unbatched: bool, True = ignore the key; or float, 0 = keep and -inf = ignore.
-                A query with no key left gets zero from the attention (softmax gives NaN).
-            need_weights, average_attn_weights: accepted and without effect: the weights returned are always None.
-            attn_mask: (n, m) or (b * heads, n, m), bool (True = blocked) or float (0 or -inf): all visible, or causal, where
-                query i sees keys up to i (as PyTorch aligns it) or up to i + m - n (aligned at the end). Anything else is
-                refused. Deciding this reads the mask; `is_causal=True` with n == m does not.
-            is_causal: the attention is causal, aligned at the start. As in PyTorch a hint that `attn_mask` is the causal
-                mask, trusted when n == m; unlike there, `attn_mask` may be left out.
+                For a query without keys the attention returns 0 (softmax returns NaN).
+            need_weights, average_attn_weights: without effect. The returned weights are always None.
+            attn_mask: (n, m) or (b * heads, n, m), bool (True = blocked) or float (0 or -inf). It must be all visible or
+                causal: query i sees keys up to i (PyTorch's alignment) or up to i + m - n (aligned at the end). The check
+                reads the mask; `is_causal=True` with n == m skips it.
+            is_causal: the attention is causal, aligned at the start. As in PyTorch it is a hint that `attn_mask` is the causal
+                mask, trusted if n == m. Unlike in PyTorch, `attn_mask` may be omitted.
 
         Returns:
-            (output laid out like query, None).
+            (output with the axis order of query, None).
 
         Raises:
-            ValueError: another attn_mask, another float mask, shapes that do not match, a causal mask with n > m.
-            TypeError: a mask of another dtype, nested tensors.
+            ValueError: a mask or a shape is not supported, or a causal mask has n > m.
+            TypeError: a mask has another dtype, or tensors are nested.
         """
         _check_layout(query, key, value)
         self._check_inputs(query, key, value)
@@ -184,7 +180,7 @@ class SwappedMultiheadAttention(nn.Module):
                 raise TypeError(f"{name} must have the dtype of the weights {weight.dtype}, got {x.dtype}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of width embed_dim; one matrix product where they share their input."""
+        """Returns q, k and v of width embed_dim. One matrix product computes all three if they share their input."""
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key and key is value:
             return F.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1)
@@ -196,7 +192,7 @@ class SwappedMultiheadAttention(nn.Module):
         return tuple(F.linear(x, w, c) for x, w, c in zip((query, key, value), weights, biases, strict=True))
 
     def _prepend_extra_keys(self, k: Tensor, v: Tensor, takes_part: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The rows of add_bias_kv and add_zero_attn, which every query sees: put first, they come before a causal mask."""
+        """Prepends the keys of add_bias_kv and add_zero_attn. Every query sees them: a causal mask is aligned at the end."""
         extra = []
         if self.bias_k is not None:
             extra.append(tuple(rearrange(x, "1 1 (h d) -> 1 h 1 d", h=self.num_heads) for x in (self.bias_k, self.bias_v)))
@@ -215,7 +211,7 @@ class SwappedMultiheadAttention(nn.Module):
 
 
 def _check_swappable(name: str, module: nn.MultiheadAttention) -> None:
-    """Whether the module computes what `nn.MultiheadAttention` does, with nothing attached that would be lost."""
+    """Raises a TypeError unless the module is a plain `nn.MultiheadAttention`, without hooks or a forward of its own."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name} must be an nn.MultiheadAttention, got {validation.describe(module)}")
     hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
@@ -224,7 +220,7 @@ def _check_swappable(name: str, module: nn.MultiheadAttention) -> None:
     elif "forward" in vars(module):
         reason = "has a forward of its own, set on the instance"
     elif hooks:
-        reason = f"has {', '.join(hooks)} that would not carry over: remove them, and register them on the replacement"
+        reason = f"has {', '.join(hooks)}, which would be lost: remove them, and register them on the replacement"
     else:
         return
     raise TypeError(f"cannot swap {name!r}: it {reason}")
@@ -253,7 +249,7 @@ def _check_layout(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _keys_taking_part(key_padding_mask: Tensor, b: int, m: int) -> Tensor:
-    """PyTorch's key_padding_mask (True or -inf = ignore) as fastmax's (True = takes part)."""
+    """Returns the attention_mask (True = attended) for PyTorch's key_padding_mask (True or -inf = ignored)."""
     _check_mask("key_padding_mask", key_padding_mask)
     if tuple(key_padding_mask.shape) != (b, m):
         raise ValueError(
@@ -271,7 +267,7 @@ def _check_mask(name: str, mask: object) -> None:
 
 
 def _blocked(name: str, mask: Tensor) -> Tensor:
-    """A bool mask as it is, a float mask of 0 and -inf as a bool one."""
+    """Returns a mask of bool (True = blocked), or of floats 0 and -inf, as a bool mask."""
     if mask.dtype == torch.bool:
         return mask
     blocked = mask == -math.inf
@@ -285,7 +281,7 @@ def _blocked(name: str, mask: Tensor) -> Tensor:
 
 
 def _causal_reach(attn_mask: Tensor | None, is_causal: bool, batch_heads: int, n: int, m: int) -> int | None:
-    """Number of leading keys on which the attention is causal in fastmax's sense (aligned at the end); None: not causal."""
+    """Returns the number of leading keys on which attention is causal, aligned at the end; None: not causal."""
     validation.check_bool("is_causal", is_causal)
     if attn_mask is not None:
         _check_mask("attn_mask", attn_mask)
@@ -305,13 +301,13 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, batch_heads: int, n
     if n < m and torch.equal(blocked, ones.triu(1 + m - n).expand_as(blocked)):
         return m
     raise ValueError(
-        "attn_mask is neither all visible nor the causal mask: fastmax has no form for an arbitrary attn_mask. "
-        "Keys that no query of a sequence may see go into key_padding_mask"
+        "attn_mask is neither all visible nor the causal mask: fastmax does not support arbitrary masks. "
+        "Mark keys that no query of a sequence may see in key_padding_mask"
     )
 
 
 def _start_aligned(n: int, m: int) -> int:
-    """Query i sees keys up to i: keys from n on are seen by none, and without them start and end alignment agree."""
+    """Returns n: with PyTorch's alignment no query sees keys from n on, and without them both alignments agree."""
     if n > m:
         raise ValueError(f"causal attention takes at most as many queries as keys, got {n} queries and {m} keys")
     return n

@@ -1,1 +1,1 @@
-"""Modules: `FASTMultiHeadAttention`, the layer `FastmaxSelfAttention`, and the parts that the layer is made of."""
+"""Modules: `FASTMultiHeadAttention`, the layer `FastmaxSelfAttention`, and its parts."""

@@ -1,4 +1,4 @@
-"""The state of softmax attention: the keys and values of all tokens seen, or of the last ones where it has a window."""
+"""`KeyValueCache`: the state of softmax attention, the keys and values of earlier tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from fastmax.prepare.padding import PackedPlaces, taken
 
 _TOKEN_DIMENSIONS = {"keys": 2, "values": 2, "mask": 1, "decays": 2}
 _LEAST_CAPACITY = 16
-_taking = Lock()  # threads may continue one cache at the same time
+_taking = Lock()  # threads may append to one cache at the same time
 
 
 @dataclass(eq=False)
 class Memory:
-    """Tensors of a cache with places for more tokens, and how many places are taken. Caches that continue each other share
-    one."""
+    """Preallocated tensors for the tokens of a cache and of caches that extend it, and the number of tokens in use."""
 
     tensors: dict[str, Tensor]
     taken: int
 
     @classmethod
     def of(cls, cache: KeyValueCache, capacity: int, more: int) -> Memory:
-        """With the tokens of the cache first, and so many places taken behind them."""
+        """Returns memory for `capacity` tokens that starts with the tokens of the cache; `more` tokens after them are taken."""
         tensors, tokens = {}, cache.keys.shape[2]
         for name, x in cache.tensors().items():
             shape = list(x.shape)
@@ -41,17 +40,20 @@ class Memory:
 
     @property
     def capacity(self) -> int:
-        """In tokens."""
+        """Number of tokens that fit."""
         return self.tensors["keys"].shape[2]
 
     def slice(self, first: int, stop: int, window: int | None) -> KeyValueCache:
-        """The cache of these tokens, on this memory."""
+        """Returns the cache of tokens `first` to `stop - 1`, as views of this memory."""
         of_tokens = {name: x.narrow(_TOKEN_DIMENSIONS[name], first, stop - first) for name, x in self.tensors.items()}
         return KeyValueCache(**of_tokens, window=window, memory=self, stop=stop)
 
     def take(self, stop: int, tokens: int) -> bool:
-        """Takes the places of so many tokens behind `stop`. Returns False, and takes none, where they may not be written:
-        another continuation has taken them, they are not there, or inference mode, which made them, has ended."""
+        """Reserves the positions from `stop` on for `tokens` tokens. Returns whether they may be written.
+
+        They may not if another cache has reserved them, if they exceed the capacity, or if the memory was allocated in
+        inference mode, which has ended.
+        """
         if not torch.is_inference_mode_enabled() and self.tensors["keys"].is_inference():
             return False
         with _taking:
@@ -63,12 +65,13 @@ class Memory:
 
 @dataclass(eq=False)
 class KeyValueCache:
-    """What softmax attention needs of the tokens seen, which grows with them: `keys` and `values` (b, hk, t, d) in the dtype of
-    q, k and v, `mask` bool (b, t), True = the token takes part, and its log_decay `decays` (b, hk, t), 0 without decays.
+    """Keys and values of t earlier tokens, for softmax attention. It grows with the tokens.
 
-    The tensors may be views of a `memory` with places for more, where the next tokens are written behind `stop`. A cache is not
-    modified by it, since they lie behind its own. With a `window` the tokens of each row that take part are its last
-    `window - 1`; it is fixed for the cache, which does not have the tokens of a wider one.
+    `keys` and `values` (b, hk, t, d) have the dtype of q, k and v. `mask` is bool (b, t), True = real token. `decays`
+    (b, hk, t) is log_decay, 0 without decays. With a `window`, the real tokens of each row are its last `window - 1`.
+
+    The tensors may be views of a `memory` with room for more tokens, which are written from position `stop` on. This does not
+    modify the cache, whose tokens are those before `stop`.
     """
 
     keys: Tensor
@@ -98,15 +101,15 @@ class KeyValueCache:
         return self.keys.dtype
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name. The first dimension of each is the batch."""
+        """Returns the tensors by name. The first dimension of each is the batch."""
         return {name: getattr(self, name) for name in _TOKEN_DIMENSIONS}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> KeyValueCache:
-        """The cache with `function` of each of its tensors."""
+        """Returns the cache with `function` applied to each of its tensors. It shares no memory with other caches."""
         return KeyValueCache(**{name: function(x) for name, x in self.tensors().items()}, window=self.window)
 
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> KeyValueCache:
-        """Returns the cache on a device, None being its own, for tokens of a dtype, to which keys and values are rounded."""
+        """Returns the cache on another device (None: its own), with keys and values converted to `dtype`."""
         moved = {"device": device, "non_blocking": non_blocking}
         return KeyValueCache(
             self.keys.to(dtype=dtype, **moved),
@@ -117,24 +120,27 @@ class KeyValueCache:
         )
 
     def options(self) -> dict:
-        """The options that caches of one batch share."""
+        """Returns the options that caches of one batch must share."""
         return {"key/value heads": self.keys.shape[1], "head_dim": self.keys.shape[3], "window": self.window}
 
     @classmethod
     def cat(cls, caches: list[KeyValueCache]) -> KeyValueCache:
-        """Along the batch; shorter ones have masked tokens on the left."""
+        """Concatenates caches along the batch. Shorter ones are padded on the left with masked tokens."""
         longest = max(cache.keys.shape[2] for cache in caches)
         caches = [cache.with_padding(longest - cache.keys.shape[2]) for cache in caches]
         tensors = (torch.cat(x) for x in zip(*(cache.tensors().values() for cache in caches), strict=True))
         return cls(*tensors, window=caches[0].window)  # type: ignore[misc]
 
     def with_padding(self, tokens: int) -> KeyValueCache:
-        """With so many masked tokens on the left."""
+        """Returns the cache with this number of masked tokens added on the left."""
         return self.map(lambda x: F.pad(x, (0, 0, tokens, 0) if x.dim() == 4 else (tokens, 0)))
 
     def and_then(self, new: KeyValueCache) -> KeyValueCache:
-        """Returns the cache of these tokens and then those. They share memory where it has room; else it is made anew, of twice
-        the size, and where autograd or a compiler records, of their size."""
+        """Returns the cache with new tokens appended.
+
+        They are written to the memory of this cache if it has room, else to new memory of twice the size. If autograd or a
+        compiler records, tensors are concatenated.
+        """
         given = (*self.tensors().values(), *new.tensors().values())
         if torch.compiler.is_compiling() or eager.differentiating(*given):
             of_both = zip(self.tensors().items(), new.tensors().values(), strict=True)
@@ -149,11 +155,11 @@ class KeyValueCache:
         return memory.slice(stop - tokens, stop + more, self.window)
 
     def without_memory(self) -> KeyValueCache:
-        """The cache whose next tokens are written elsewhere."""
+        """Returns the cache without its memory, so that appended tokens are written elsewhere."""
         return self.map(lambda x: x)
 
     def last(self, tokens: int) -> KeyValueCache:
-        """The last ones, at most so many."""
+        """Returns the cache of the last tokens, at most `tokens`."""
         first = max(0, self.keys.shape[2] - tokens)
         if self.memory is not None and self.memory.capacity <= max(2 * tokens, _LEAST_CAPACITY):
             return self.memory.slice(self.stop - self.keys.shape[2] + first, self.stop, self.window)
@@ -164,14 +170,14 @@ class KeyValueCache:
         return KeyValueCache(**tensors, window=self.window)
 
     def last_before(self, stop: Tensor, tokens: int) -> KeyValueCache:
-        """The last ones before `stop` (b,) of each row, at most so many; masked where a row has fewer."""
+        """Returns the cache of at most `tokens` tokens before `stop` (b,) of each row. Rows with fewer have masked tokens."""
         tokens = min(tokens, self.keys.shape[2])
-        padded = self.with_padding(tokens)  # `stop` counts without it: the last are from there on
+        padded = self.with_padding(tokens)  # in it, the last tokens before `stop` begin at index `stop`
         tensors = {name: taken(x, stop, tokens, _TOKEN_DIMENSIONS[name]) for name, x in padded.tensors().items()}
         return KeyValueCache(**tensors, window=self.window)
 
     def __getstate__(self) -> dict:
-        """Returns copies of these tokens alone, since `torch.save` would write all of their memory."""
+        """Returns copies of views, because `torch.save` would write their whole memory."""
         tensors = {name: x if self.memory is None else x.clone() for name, x in self.tensors().items()}
         return tensors | {"window": self.window}
 
@@ -189,13 +195,21 @@ def attend(
     log_decay: Tensor | None,
     use_custom_gradient: bool,
 ) -> tuple[Tensor, KeyValueCache]:
-    """Output of n tokens (b, h, n, d), each of which sees those of the cache and those up to itself; the cache with them.
-    With a `count`, (b,), only so many tokens of a row are there, the first ones."""
+    """Causal softmax attention of n new tokens to the tokens of the cache and themselves.
+
+    Args:
+        q, k, v: (b, h, n, d), (b, hk, n, d), (b, hk, n, d).
+        count: (b,), number of real tokens of each row, which come first. None: all.
+        log_decay: (b, hk, n), or None.
+
+    Returns:
+        o (b, h, n, d), and the cache with the new tokens.
+    """
     b, hk, n, _ = k.shape
     mask = cache.mask.new_ones(b, n) if count is None else torch.arange(n, device=k.device) < count.unsqueeze(-1)
     decays = cache.decays.new_zeros(b, hk, n) if log_decay is None else log_decay.to(cache.decays.dtype)
     before, recorded = cache.keys.shape[2], eager.differentiating(q)
-    cache = cache.without_memory() if recorded else cache  # nothing writes to what a backward needs
+    cache = cache.without_memory() if recorded else cache  # appended tokens must not change what a backward saved
     cache = cache.and_then(KeyValueCache(k, v, mask, decays))
     o = flash_attention(
         q,
@@ -210,21 +224,21 @@ def attend(
     cache = cache.without_memory() if recorded else cache
     if cache.window is None:
         return o, cache
-    kept = cache.window - 1  # the next token is itself one of the window's
+    kept = cache.window - 1  # the window includes the next token itself
     return o, cache.last(kept) if count is None else cache.last_before(before + count, kept)
 
 
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, packed: PackedPlaces, *, log_decay: Tensor | None, **options: Any
 ) -> tuple[Tensor, KeyValueCache]:
-    """`attend` of packed sequences, each of which continues from a batch entry of the cache: as rows, padded to the longest."""
+    """`attend` for packed sequences, with one batch entry of the cache per sequence. Sequences are padded to the longest."""
     n = q.shape[2]
     if n == 0:
         return q, cache.map(torch.clone)
     longest = max(1, int(packed.count.max()))
     token = (packed.begin.unsqueeze(-1) + torch.arange(longest, device=q.device)).clamp(0, n - 1)  # (s, longest)
     q, k, v, log_decay = (None if x is None else x[0][:, token].transpose(0, 1) for x in (q, k, v, log_decay))
-    if log_decay is not None:  # what fills the rows up makes nothing fade
+    if log_decay is not None:  # no decay at padding
         there = torch.arange(longest, device=q.device) < packed.count.unsqueeze(-1)
         log_decay = torch.where(there.unsqueeze(1), log_decay, 0.0)
     o, cache = attend(q, k, v, cache, count=packed.count, log_decay=log_decay, **options)

@@ -1,4 +1,4 @@
-"""`FASTMultiHeadAttention`: fastmax attention as a module with defaults."""
+"""`FASTMultiHeadAttention`: fastmax attention as a module without weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _DIMENSIONS = ("embed_dim", "num_heads", "d_model", "nhead", "head_dim", "kdim",
 
 
 class FASTMultiHeadAttention(nn.Module):
-    """Fastmax attention on ready-made heads, in place of the softmax attention inside a transformer block.
+    """Calls `fastmax_attention` on q, k and v that are already projected and split into heads. It has no weights.
 
-    It has no weights: q, k and v come projected and split into heads. The constructor's keywords set defaults that `forward`
-    may override; an argument of `forward` left out, or None, takes the module's. They are attributes of the module, which each
-    call reads and checks: `module.temperature = 3.0` holds from the next call on. All are explained in
-    `fastmax.fastmax_attention` (`mask` is its `causal`).
+    The options are those of `fastmax.fastmax_attention`; its `causal` is `mask` here. The constructor sets defaults, which
+    arguments of `forward` override unless they are None. Defaults are attributes, which each call reads and checks:
+    `module.temperature = 3.0` takes effect in the next call.
 
     Raises:
-        TypeError, ValueError: naming the argument; for dimensions too, as in `FASTMultiHeadAttention(embed_dim, num_heads)`.
+        TypeError, ValueError: an argument is invalid, or a size is given, as in `FASTMultiHeadAttention(embed_dim, num_heads)`.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class FASTMultiHeadAttention(nn.Module):
         validation.check_algorithm(algorithm, rpe_matrix)
         validation.check_exact_window(exact_window)
         self.use_custom_gradient = use_custom_gradient
-        self.context: Any = None  # where tokens are parts of sequences: see `fastmax.distributed.ContextParallel`
+        self.context: Any = None  # set by `fastmax.distributed.ContextParallel`
         self.rpe_matrix, self.mask, self.dropout = rpe_matrix, mask, dropout
         self.normalize, self.lim, self.temperature = normalize, lim, temperature
         self.a0, self.a1, self.a2, self.p = a0, a1, a2, p
@@ -94,10 +93,10 @@ class FASTMultiHeadAttention(nn.Module):
         return_lse: bool = False,
         **others: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`.
+        """Computes attention of q (b, h, n, d), k (b, hk, m, d) and v (b, hk, m, dv), or of 3-d tensors.
 
-        Eval mode adds no noise, and checks `dropout` and `drop_noise` as training mode does. The module's `lim` is for calls
-        that normalize; other calls check it alone.
+        Returns o (b, h, n, dv), or 3-d, in q's dtype; with `return_lse` also lse. Eval mode adds no noise, but checks `dropout`
+        and `drop_noise` as training mode does. The module's `lim` applies to calls that normalize.
         """
         given = {
             "rpe_matrix": rpe_matrix,
@@ -147,8 +146,7 @@ class FASTMultiHeadAttention(nn.Module):
         dropout: float,
         drop_noise: Tensor | None,
     ) -> None:
-        """Checks what the attention does not: other names, the mask's name, a `lim` that waits for calls that normalize, and
-        the noise, which eval mode leaves out."""
+        """Checks arguments that the attention function does not see: unknown names, an unused `lim`, and noise in eval mode."""
         validation.check_positive("lim", self.lim)
         if others:
             other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
@@ -167,9 +165,8 @@ class FASTMultiHeadAttention(nn.Module):
 
 def _refuse_dimensions(given: str) -> NoReturn:
     raise TypeError(
-        f"use_custom_gradient, a bool, is all that is given by position, got {given}: this module has no weights and takes no "
+        f"use_custom_gradient, a bool, is the only positional argument, got {given}: this module has no weights and takes no "
         "embed_dim or num_heads, but q, k and v of shape (batch, heads, tokens, head_dim). With projections: "
         "fastmax.integrations.mha.SwappedMultiheadAttention(nn.MultiheadAttention(embed_dim, num_heads)), or "
-        "fastmax.swap_attention for a "
-        "whole model"
+        "fastmax.swap_attention for a whole model"
     )

@@ -1,4 +1,4 @@
-"""Rotary positions: q and k turned by angles that grow with the position, so that their scores depend on distances alone."""
+"""Rotary position embedding: q and k are rotated by angles proportional to the position."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from fastmax import eager
 
 
 class Rotation(NamedTuple):
-    """Factors of the r channels that turn, and of those whose halves have changed places: cosines and sines of the angles,
-    (n, 1, r) or (b, n, 1, r), in the compute dtype of the rows to come."""
+    """Cosines and signed sines of the rotation angles, (n, 1, r) or (b, n, 1, r), in the compute dtype of q and k.
+
+    `cos` multiplies the r rotated channels, and `sin` the same channels with their halves exchanged.
+    """
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, rope_dim: int, base: float, dtype: torch.dtype) -> Rotation:
-        """For r = rope_dim channels, even, of rows of a dtype at positions (n,) or (b, n): angles `position * base^(-2f/r)` for
-        f < r / 2.
+        """Returns the rotation for positions (n,) or (b, n), with angles `position * base^(-2f/r)` for f < r / 2.
 
-        Angles are float64, since a float32 position of 10^6 has no digits left for a fraction of a turn.
+        Angles are float64, because float32 has too few digits for the angle of position 10^6.
+
+        Args:
+            rope_dim: r, even.
+            dtype: of q and k.
         """
-        # Inductor would put the float64 sines into the loop over batch, heads and channels, of q, of k and of the backward.
+        # Inductor would fuse the float64 sines into the loops over all elements of q, of k and of the backward.
         factors = _compiled_factors if torch.compiler.is_compiling() else _factors
         return cls(*factors(positions, rope_dim // 2, base, eager.compute_dtype(dtype)))
 
@@ -41,10 +46,10 @@ _compiled_factors.register_fake(_factors)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rows x (b, n, h, d) with channels f and f + r / 2 of the first r turned by the angle of f, in their dtype.
+    """Returns x (b, n, h, d) with the first r channels rotated: pairs of channels f and f + r / 2 by the f-th angle.
 
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864); of a part of the
-    channels, as GPT-J and GPT-NeoX have it: Black et al., 2022 (arXiv:2204.06745).
+    Method: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864). Rotating only
+    some channels follows GPT-NeoX: Black et al., 2022 (arXiv:2204.06745).
     """
     turning = rotation.cos.shape[-1]
     rows, still = x.to(rotation.cos.dtype).split((turning, x.shape[-1] - turning), dim=-1)

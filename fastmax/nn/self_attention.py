@@ -1,11 +1,11 @@
-"""`FastmaxSelfAttention`: causal self-attention with all that was found to matter, as a layer."""
+"""`FastmaxSelfAttention`: a causal self-attention layer with fastmax or softmax attention."""
 
 from __future__ import annotations
 
 import math
 import sys
 from numbers import Real
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +31,18 @@ DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
 _PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
-_MADE_BY = {  # arguments of the constructor that are no attributes, and what they make
-    "qk_norm": "q_norm and k_norm, which are None without",
-    "rope": "rope_dim, which is 0 without",
-    "decay": "decay_proj, which is None without",
-    "output_gate": "gate_proj, which is None without",
+_MADE_BY = {  # arguments of the constructor that are not attributes, and the attributes that they determine
+    "qk_norm": "q_norm and k_norm (None: off)",
+    "rope": "rope_dim (0: off)",
+    "decay": "decay_proj (None: off)",
+    "output_gate": "gate_proj (None: off)",
     "bias": "the biases of qkv_proj, gate_proj and out_proj",
     "norm_eps": "the eps of q_norm, k_norm and output_norm",
 }
 
 
 class _Option:
-    """An option of fastmax attention as an attribute of the layer: an entry of its `options`, checked when it is set."""
+    """Descriptor that reads and writes an entry of the layer's `options`. A new value is checked."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class _Option:
         if layer is None:
             return self
         if layer.attention == "softmax":
-            raise AttributeError(self.name)  # the message is that of nn.Module.__getattr__, which Python calls then
+            raise AttributeError(self.name)  # Python then calls nn.Module.__getattr__, whose message the user sees
         return layer.options[self.name]
 
     def __set__(self, layer: FastmaxSelfAttention, value: object) -> None:
@@ -63,55 +63,72 @@ class _Option:
 
 
 class FastmaxSelfAttention(nn.Module):
-    """Causal self-attention from x (b, n, embed_dim) to y of the same shape: projections, attention and what makes it learn.
+    """Causal multi-head self-attention layer. Maps x (b, n, embed_dim) to y of the same shape.
 
-        q, k, v = conv(x W_qkv)                          RMS-normalised and rotated: q and k
-        o = attention(q, k, v, logsigmoid(x W_decay + b_decay))
-        y = (norm(o) * silu(x W_gate)) W_out
+    It takes the place of the attention layer of a transformer block. A layer with the default options computes
 
-    Every part is switched by a keyword of its own; docs/parameters.md has the options. With
-    `attention="softmax"` the same layer has `flash_attention` in the place of `fastmax_attention`, to compare with and for
-    layers between: the parts, the names and shapes of the weights and the numbers they start from are the same.
+        q, k, v = split(conv(x @ W_qkv))
+        q, k = rope(rms_norm(q)), rope(rms_norm(k))
+        log_decay = logsigmoid(x @ W_decay + b_decay)
+        o = fastmax_attention(q, k, v, causal=True, log_decay=log_decay, exact_window=128, temperature=sqrt(head_dim))
+        y = (rms_norm(o) * silu(x @ W_gate)) @ W_out
+
+    For a new model, set `longest_half_life` to the context length and keep the other defaults. Every other option switches a
+    part off or tunes it; docs/parameters.md has measurements.
 
     Args:
-        embed_dim: of x and y.
-        num_heads: of q.
-        num_kv_heads: of k and v, a divisor of num_heads; num_heads when None.
-        head_dim: of q, k and v; embed_dim / num_heads when None.
-        attention: "fastmax" or "softmax".
-        qk_norm: RMS normalisation of each head's q and k with a learned scale for each channel (Zhang and Sennrich, 2019,
-            arXiv:1910.07467), before the rotation.
-        rope: rotary positions (Su et al., 2021, arXiv:2104.09864).
-        rope_dim: channels of each head that they turn, the first, an even number; None: half of them. The others match keys
-            whatever their distance.
-        rope_base: of their wavelengths, up to `2 pi rope_base` tokens.
-        decay: a gate for each key/value head, by which older keys fade (Lin et al., 2025, arXiv:2503.02130).
-        longest_half_life: tokens after which a key of the slowest head weighs half when training begins; the context's length
-            is a good value, at least 4. Those of the heads are spread geometrically from 4 tokens up to it.
-        exact_window: tokens whose keys are weighed by exp(s), as in `fastmax_attention`; None: 128. 0 for softmax or None.
-        window: of softmax attention alone: each token sees itself and the `window - 1` before it.
-        output_norm: RMS normalisation of each head's output, as of q and k.
-        conv: width of a causal convolution of each channel of q, k and v over the last tokens; 0 or 1: none.
-        output_gate: the output is multiplied by silu(x W_gate).
-        p, a0, a1, a2, algorithm: of `fastmax_attention`.
-        temperature: of `fastmax_attention`; None: `sqrt(head_dim)` with an exact window, softmax's own, so that near keys weigh
-            what they weigh there; 1 without, since a polynomial looks sharply at large scores only; 1.1 for p = 1.
-        normalize: of `fastmax_attention`, False or "token"; None: False for p = 2, "token" for p = 1, which keeps 1 + s
-            positive.
-        use_custom_gradient: of both attentions.
-        bias: biases in the projections of q, k, v, of the gate and of the output.
-        norm_eps: what the RMS normalisations add to mean squares.
+        embed_dim: number of channels of x and y.
+        num_heads: number of heads of q.
+        num_kv_heads: number of heads of k and v, a divisor of `num_heads`. None: `num_heads`. Fewer heads (grouped-query
+            attention) make the weights and the decoding state smaller.
+        head_dim: number of channels of each head. None: `embed_dim / num_heads`. Wider heads distinguish more keys and cost
+            more.
+        attention: "fastmax", or "softmax" to replace `fastmax_attention` by `flash_attention` with scale
+            `1 / sqrt(head_dim)`. The weights have the same names, shapes and initial values. Use it as a baseline or for
+            hybrid models.
+        qk_norm: apply RMS norm to each head of q and k, with a learned scale per channel (Zhang and Sennrich, 2019,
+            arXiv:1910.07467). It keeps scores where the polynomial resembles exp.
+        rope: apply rotary position embedding to q and k (Su et al., 2021, arXiv:2104.09864).
+        rope_dim: number of channels of each head that are rotated, even; they are the first ones. None: half of them. The
+            other channels match keys at any distance.
+        rope_base: base of the rotary wavelengths, which reach up to `2 pi rope_base` tokens.
+        decay: learn a decay gate for each key/value head (Lin et al., 2025, arXiv:2503.02130). The weight of a key is
+            multiplied by the gate values of all later tokens up to the query.
+        longest_half_life: half-life of the slowest head at initialisation, in tokens: the weight of a key halves after so many
+            tokens. At least 4. The half-lives of the heads are spaced geometrically from 4 to this value. Set it to the
+            context length.
+        exact_window: number of most recent keys, the token's own included, that are weighted by exp(s) as in softmax; the
+            polynomial weights the keys before them. None: 128. 0: the polynomial weights all keys. A wider window learns more
+            and costs more. With softmax attention only None and 0 are accepted.
+        window: number of most recent keys, the token's own included, that softmax attention sees (sliding-window attention).
+            None: all. Only with `attention="softmax"`.
+        output_norm: apply RMS norm to each head of the output, with a learned scale per channel. It restores the scale that
+            an average over many keys loses.
+        conv: width of the causal depthwise convolution of q, k and v. 0 or 1: none.
+        output_gate: multiply the output by `silu(x @ W_gate)`. The gate has as many weights as the output projection.
+        p: degree of the polynomial, 1 or 2. Degree 1 is faster and learns less.
+        temperature: divides the scores. None: for p = 2, `sqrt(head_dim)` with an exact window (then local keys have the
+            weights of softmax) and 1 without one (a polynomial singles out a key only if its score is large); for p = 1, 1.1.
+        normalize: False, or "token" to scale rows of q and k down to length 1. None: False for p = 2, "token" for p = 1, where
+            it keeps `1 + s` positive.
+        algorithm: "linear", "quadratic", or "auto", which chooses the faster one by a cost model.
+        a0, a1, a2: coefficients of the polynomial `a0 + a1 s + a2 s^2`. The default is the Taylor expansion of exp.
+        use_custom_gradient: True for the analytic backward, False for autograd. Both give the same gradients; autograd also
+            supports second derivatives and forward mode.
+        bias: add biases to the projections of q, k and v, of the output gate and of the output. The decay gate always has one.
+        norm_eps: added to the mean squares in RMS norms.
         device, dtype: of the weights.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted; also an option of the other attention, and
-            a rope_dim without rope.
+        TypeError, ValueError: an argument is invalid, or has no effect with the other arguments. The message names the
+            argument, its value and the accepted values.
 
-    `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
+    The modules `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None if switched off.
 
-    The options of the attention, `exact_window` to `a2` and for softmax `window`, `rope_dim`, `rope_base` and
-    `use_custom_gradient` are attributes. One that is set later is checked as in the constructor, holds from the next call on
-    and changes no other; `temperature` and `normalize` set to None take the default for the other options.
+    These options are also attributes: `exact_window`, `p`, `temperature`, `normalize`, `algorithm`, `a0`, `a1`, `a2`, `window`,
+    `rope_dim`, `rope_base` and `use_custom_gradient`. A new value is checked as in the constructor, takes effect in the next
+    call and does not change other options. `temperature = None` and `normalize = None` restore the default for the current
+    values of the other options.
     """
 
     exact_window, p, temperature, normalize, algorithm = _Option(), _Option(), _Option(), _Option(), _Option()
@@ -157,7 +174,7 @@ class FastmaxSelfAttention(nn.Module):
         if head_dim is None:
             if embed_dim % num_heads != 0:
                 raise ValueError(
-                    f"embed_dim must be a multiple of num_heads without a head_dim, got {embed_dim} and {num_heads}"
+                    f"embed_dim must be a multiple of num_heads unless head_dim is given, got {embed_dim} and {num_heads}"
                 )
             head_dim = embed_dim // num_heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -178,8 +195,8 @@ class FastmaxSelfAttention(nn.Module):
         self.rope_dim, self.rope_base = rope_dim, float(rope_base)
         self.longest_half_life = float(longest_half_life)
         self.window = window
-        self.context = None  # where the tokens of x are parts of sequences: see `fastmax.distributed.ContextParallel`
-        of_fastmax = {
+        self.context = None  # set by `fastmax.distributed.ContextParallel`
+        of_fastmax: dict[str, Any] = {
             "exact_window": exact_window,
             "p": p,
             "temperature": temperature,
@@ -194,8 +211,7 @@ class FastmaxSelfAttention(nn.Module):
             self.options = {}
         else:
             if window is not None:
-                got = validation.describe(window)
-                raise ValueError(f'window is of attention="softmax", got {got} for "fastmax"; it has exact_window')
+                _refuse_window(window)
             self.options = options_of_fastmax(head_dim, **of_fastmax)
 
         if dtype is not None:
@@ -211,9 +227,10 @@ class FastmaxSelfAttention(nn.Module):
         self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
         self.reset_parameters()
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in _MADE_BY:
-            raise AttributeError(f"{name} makes parts of a new layer, got {validation.describe(value)}: set {_MADE_BY[name]}")
+            got = validation.describe(value)
+            raise AttributeError(f"{name} is an argument of the constructor only, got {got}: set {_MADE_BY[name]}")
         if name in vars(self) or name in _PARTS:
             self._check_attribute(name, value)
         if name in ("rope_base", "longest_half_life"):
@@ -223,30 +240,27 @@ class FastmaxSelfAttention(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def _check_attribute(self, name: str, value: object) -> None:
-        """Checks an attribute that is set on a made layer; `_Option` checks the options of fastmax."""
+    def _check_attribute(self, name: str, value: Any) -> None:
+        """Checks a new value of an attribute. `_Option` checks the options of fastmax attention."""
         if name in _SIZES:
             got = validation.describe(value)
             raise AttributeError(
-                f"{name} cannot be set, got {got}: the weights are those of {vars(self)[name]}; make a new layer"
+                f"{name} cannot be set, got {got}: the weights have the shapes for {vars(self)[name]}; make a new layer"
             )
         if name == "context" and value is not None and not _is_context(value):
-            raise TypeError(
-                f"context must be None or that of fastmax.distributed.ContextParallel, got {validation.describe(value)}"
-            )
+            raise TypeError(f"context must be None or a fastmax.distributed.Context, got {validation.describe(value)}")
         if name in _PARTS and value is not None and not isinstance(value, nn.Module):
             raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
         if name == "window" and value is not None:
             if self.attention != "softmax":
-                got = validation.describe(value)
-                raise ValueError(f'window is of attention="softmax", got {got} for "fastmax"; it has exact_window')
+                _refuse_window(value)
             validation.check_count("window", value)
         if name == "attention":
             _check_attention(value)
             if value == "fastmax" and not self.options:
-                raise ValueError('attention must stay "softmax" in a layer made for it, got "fastmax": fastmax.convert.swap')
+                raise ValueError('attention must stay "softmax" in a softmax layer, got "fastmax": use fastmax.convert.swap')
             if value == "fastmax" and self.window is not None:
-                raise ValueError(f'window must be None where attention is set to "fastmax", got {self.window}')
+                raise ValueError(f'window must be None before attention is set to "fastmax", got {self.window}')
         if name == "rope_dim":
             validation.check_count("rope_dim", value, least=0)
             if value > 0:
@@ -259,10 +273,12 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_bool(name, value)
 
     def reset_parameters(self) -> None:
-        """Projections: normal of standard deviation 0.02, as GPT-2's, biases 0. Convolution: the identity. Norms: 1.
+        """Initialises the weights.
 
-        Decay gates do not depend on x at first (weights 0); their biases give half-lives from 4 tokens to `longest_half_life`,
-        spread geometrically over the key/value heads, or `longest_half_life` to a single one.
+        Projections are drawn from a normal distribution of standard deviation 0.02, as in GPT-2, and their biases are 0. The
+        convolution is the identity. The scales of norms are 1. The weights of the decay gate are 0, so decays do not depend on
+        x at first. Its biases give half-lives spaced geometrically from 4 tokens to `longest_half_life`, one per key/value
+        head; a single head has `longest_half_life`.
         """
         for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
             if proj is not None:
@@ -285,23 +301,27 @@ class FastmaxSelfAttention(nn.Module):
         device: torch.device | str | None = None,
         flush_interval: int = 1,
     ) -> SelfAttentionState:
-        """The state before any token.
+        """Returns an empty state for generation: no tokens seen.
 
         Args:
-            batch: sequences that are generated together.
-            dtype: of q, k and v; None: that of the weights. Under autocast they are cast to it.
+            batch: number of sequences.
+            dtype: dtype of q, k and v. None: that of the weights. Under autocast they are cast to it.
             device: None: that of the weights.
-            flush_interval: as in `fastmax.decoding.init_state`: above 1, `step_` buffers so many tokens before it writes the
-                sums.
+            flush_interval: number of tokens that `step_` buffers before it updates the sums of the state, as in
+                `fastmax.decoding.init_state`. 1: no buffer.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid; `flush_interval` is above 1 in a softmax layer.
         """
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
         validation.check_count("batch", batch, least=0)
+        state: DecodeState | KeyValueCache
         if self.attention == "softmax":
             validation.check_count("flush_interval", flush_interval)
             if flush_interval != 1:
-                raise ValueError(f'flush_interval is of attention="fastmax", got {flush_interval} for "softmax"')
+                raise ValueError(f'flush_interval must be 1 with attention="softmax", got {flush_interval}')
             state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
@@ -319,24 +339,24 @@ class FastmaxSelfAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, SelfAttentionState]:
-        """
+        """Computes the output of a sequence, or of its next tokens if a state is given.
+
         Args:
-            x: (b, n, embed_dim), in the dtype of the weights, or any under autocast.
-            state: from `init_state` or `forward`; x continues from it: in any pieces, of one token or many, the outputs are
-                those of one call. It is not modified.
-            cu_seqlens: int32 (s + 1,), from 0 to n: the n tokens of a batch of one are s sequences end to end, apart from each
-                other in attention, convolution and positions, which count from 0 in each. With a state of s batch entries
-                sequence i continues from entry i. (A softmax layer without a window then waits for the device, to learn how
-                long the longest sequence is.)
-            attention_mask: bool (b, n), True = the token takes part. The others, wherever they stand, leave no trace: each
-                sequence gives what it gives without them. Positions, windows and the convolution count real tokens alone, and
-                outputs of the others mean nothing.
+            x: (b, n, embed_dim), in the dtype of the weights; any floating dtype under autocast.
+            state: state after the previous tokens, from `init_state` or an earlier call. None: x is the whole sequence. A
+                sequence may be split into calls of any length; the outputs are those of one call. The state is not modified.
+            cu_seqlens: int32 (s + 1,), for packed sequences: x has batch 1, and its s sequences are separated at these
+                offsets, from 0 to n. Sequences do not see each other, and positions start at 0 in each. A state must have s
+                batch entries, one per sequence; a softmax layer then synchronises with the device.
+            attention_mask: bool (b, n), True = real token, False = padding at any place. Each sequence gives the outputs that
+                it gives without padding: positions, windows, decays and the convolution count real tokens only. Outputs at
+                padding are meaningless.
 
         Returns:
-            y (b, n, embed_dim); with a state also the state after x. Differentiable.
+            y (b, n, embed_dim). With a state: (y, state after x). Differentiable.
 
         Raises:
-            TypeError, ValueError: naming the argument, what it was and what is accepted.
+            TypeError, ValueError: an argument is invalid. The message names it, its value and the accepted values.
         """
         context = self._context()
         check = self._check if context is None else context.telling(self._check)
@@ -360,13 +380,13 @@ class FastmaxSelfAttention(nn.Module):
         context: ParallelContext | None,
         order: RealFirst | None = None,
     ) -> Tensor | tuple[Tensor, SelfAttentionState]:
-        """`forward` of checked arguments; the tokens are in `order` where there is one."""
+        """Runs `forward` on checked arguments. With an `order`, x and the mask have their real tokens first."""
         packed = None
         if cu_seqlens is not None and state is not None:
             packed = PackedPlaces.of(cu_seqlens, x.shape[1], None if order is None else order.count)
         count = None if order is None else order.count
         q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
-        options = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
         if state is None:
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "attention_mask": mask}
@@ -375,7 +395,8 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
-        if self.attention == "softmax":
+        attention: DecodeState | KeyValueCache
+        if isinstance(state.attention, KeyValueCache):  # softmax
             options = {"log_decay": log_decay, "use_custom_gradient": self.use_custom_gradient}
             if packed is None:
                 o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
@@ -393,29 +414,29 @@ class FastmaxSelfAttention(nn.Module):
         return self._output(o, x), SelfAttentionState(attention, recent, positions)
 
     def step_(self, x: Tensor, state: SelfAttentionState, *, attention_mask: Tensor | None = None) -> Tensor:
-        """`forward` of one token in place: the state itself takes it, at the addresses it has, as CUDA graphs want it.
+        """Computes the output of one token and updates the state in place. The method for CUDA graphs: addresses stay the same.
 
         Args:
             x: (b, 1, embed_dim).
-            state: of fastmax attention; a softmax layer's grows. Its tensors as `fastmax.decoding.step_` wants them.
+            state: from `init_state`. Its tensors must be contiguous and must not overlap, as in `fastmax.decoding.step_`.
             attention_mask: bool (b, 1), as in `forward`.
 
         Returns:
             y (b, 1, embed_dim).
 
         Raises:
-            TypeError, ValueError: naming the argument.
-            RuntimeError: autograd records x, the weights or the state: use `torch.no_grad()`, or `forward`.
+            TypeError, ValueError: an argument is invalid, or the layer has softmax attention, whose state grows.
+            RuntimeError: autograd records x, the weights or the state. Use `torch.no_grad()`, or `forward`.
         """
         context = self._context()
         if context is not None:
             context.telling(_refuse_state)()
         if self.attention == "softmax":
-            raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
+            raise ValueError('step_ needs attention="fastmax", got "softmax", whose state grows: use forward')
         if state is None:
             raise TypeError("state must come from this layer's init_state, got None")
         sharded_dispatch.refuse(
-            "of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight
+            "a tensor parallel layer has local weights only inside forward: use forward", weight=self.qkv_proj.weight
         )
         self._check(x, state, None, attention_mask)
         if x.shape[1] != 1:
@@ -425,22 +446,23 @@ class FastmaxSelfAttention(nn.Module):
         if attention_mask is not None:
             x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
+        assert isinstance(state.attention, DecodeState)  # checked above
         o = decoding.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
-        if recent is not None:
+        if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
         return self._output(o, x)
 
     @property
     def _channels(self) -> int:
-        """Of q, k and v together."""
+        """Number of channels of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def _context(self) -> ParallelContext | None:
         context = sharded_dispatch.current() if self.context is None else self.context
         if context is None:
             return None
-        # The options that are no arguments of the attention and the convolution, which compare theirs.
+        # Attention and convolution compare their own arguments across ranks; these options are not among them.
         options = {name: getattr(self, name) for name in ("attention", "window", "rope_dim", "rope_base")}
         return context.of_one_forward(options)
 
@@ -454,8 +476,12 @@ class FastmaxSelfAttention(nn.Module):
         packed: PackedPlaces | None = None,
         count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution. With a `count`,
-        (b,), only so many tokens of a row are there, the first ones; `packed` is of `cu_seqlens` with a state."""
+        """Returns q (b, h, n, d), k and v (b, hk, n, d), log_decay (b, hk, n), and the last inputs of the convolution.
+
+        Args:
+            packed: the packed sequences of `cu_seqlens`; only with a state.
+            count: (b,), number of real tokens of each row, which come first. None: all.
+        """
         qkv = self.qkv_proj(x)
         check = self._check_projected if context is None else context.telling(self._check_projected)
         check(x, qkv)
@@ -481,7 +507,7 @@ class FastmaxSelfAttention(nn.Module):
                 qkv = context.convolve(self.conv, qkv, places)
             elif packed is None:
                 qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
-            elif x.shape[1] == 0:
+            elif x.shape[1] == 0 and recent is not None:
                 recent = recent.clone()
             else:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
@@ -509,13 +535,11 @@ class FastmaxSelfAttention(nn.Module):
         return self.out_proj(o)
 
     def _check_projected(self, x: Tensor, qkv: Tensor) -> None:
-        sharded_dispatch.refuse(
-            "heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv
-        )
+        sharded_dispatch.refuse("to shard the heads of a layer, use fastmax.distributed.TensorParallel", x=x, qkv_proj=qkv)
         if qkv.shape[-1] != self._channels:
             raise ValueError(
-                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
-                "divided among ranks by fastmax.distributed.TensorParallel"
+                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: "
+                "to shard the heads of a layer, use fastmax.distributed.TensorParallel"
             )
 
     def _check(
@@ -555,11 +579,11 @@ class FastmaxSelfAttention(nn.Module):
             raise TypeError(
                 f'state must come from a layer of attention="{self.attention}", got one of {type(state.attention).__name__}'
             )
-        batch, whose = x.shape[0], "x's batch {}"
+        batch, wanted = x.shape[0], "x's batch {}"
         if cu_seqlens is not None:
-            batch, whose = cu_seqlens.shape[0] - 1, "a batch entry for each of the {} sequences of cu_seqlens"
+            batch, wanted = cu_seqlens.shape[0] - 1, "a batch entry for each of the {} sequences of cu_seqlens"
         if state.positions.shape != (batch,):
-            raise ValueError(f"state must have {whose.format(batch)}, got {state.positions.shape[0]}")
+            raise ValueError(f"state must have {wanted.format(batch)}, got {state.positions.shape[0]}")
         if state.device != x.device:
             raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
         if state.dtype != x.dtype and not ops.in_autocast(x):
@@ -567,11 +591,11 @@ class FastmaxSelfAttention(nn.Module):
         recent = None if self.conv is None else (batch, self.conv.width - 1, self._channels)
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
-            raise ValueError(f"state must have a recent of shape {recent}, as this layer's convolution keeps, got {got}")
-        if self.attention == "softmax":
+            raise ValueError(f"state must have a recent of shape {recent}, for this layer's convolution, got {got}")
+        if isinstance(state.attention, KeyValueCache):
             heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
             if heads != kept:
-                raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
+                raise ValueError(f"state must have this layer's (num_kv_heads, head_dim) {heads}, got {kept}")
             if state.attention.window != self.window:
                 raise ValueError(f"state must have this layer's window {self.window!r}, got {state.attention.window!r}")
             return
@@ -583,31 +607,36 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f"state must have this layer's {name} {option!r}, got {made[name]!r}")
 
     def extra_repr(self) -> str:
-        options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        options: dict[str, object] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """x with 0 at masked tokens: a gradient of 0 times a NaN there would make the gradients of the weights NaN."""
+    """Returns x with zeros at padding. A NaN there, times a gradient of 0, would make the gradients of the weights NaN."""
     return torch.where(mask.unsqueeze(-1), x, 0)
 
 
 def _is_context(value: object) -> bool:
-    """Without importing what defines it: whoever has a context has imported it."""
+    """Returns whether `value` is a `fastmax.distributed.Context`. Does not import its module: the owner of one has done so."""
     module = sys.modules.get("fastmax.distributed.context")
     return module is not None and isinstance(value, module.Context)
 
 
-def _check_half_life(longest: object) -> None:
+def _check_half_life(longest: Any) -> None:
     validation.check_positive("longest_half_life", longest)
     if longest < SHORTEST_HALF_LIFE:
         raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
 
 
 def _refuse_state() -> NoReturn:
-    raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
+    raise ValueError("state must be None in a context parallel layer, which does not support generation")
+
+
+def _refuse_window(window: object) -> NoReturn:
+    got = validation.describe(window)
+    raise ValueError(f'window needs attention="softmax", got {got} with "fastmax", which has exact_window')
 
 
 def _check_attention(attention: object) -> None:
@@ -616,15 +645,15 @@ def _check_attention(attention: object) -> None:
 
 
 def rotary_channels(head_dim: int, rope: bool, rope_dim: int | None) -> int:
-    """How many channels of a head turn; 0 without rotary positions."""
+    """Returns the checked number of rotated channels of a head; 0 without rotary positions."""
     if not rope:
         if rope_dim is not None:
-            raise ValueError(f"rope_dim is of rotary positions, got {rope_dim!r} with rope=False")
+            raise ValueError(f"rope_dim needs rope=True, got {rope_dim!r} with rope=False")
         return 0
     if head_dim == 1:
-        raise ValueError("head_dim must be at least 2 for rope, which turns pairs of channels, got 1; or rope=False")
+        raise ValueError("head_dim must be at least 2 for rope, which rotates pairs of channels, got 1; or pass rope=False")
     if rope_dim is None:
-        # Of 64 channels at 25 M parameters: all 0.771, half 0.760, a quarter 0.767 nats (docs/learning.md).
+        # Measured with 64 channels and 25 M parameters: all 0.771, half 0.760, a quarter 0.767 nats (docs/learning.md).
         return 2 * math.ceil(head_dim / 4)
     validation.check_count("rope_dim", rope_dim)
     if rope_dim % 2 != 0 or rope_dim > head_dim:
@@ -641,17 +670,17 @@ def options_of_fastmax(
     algorithm: str = "auto",
     coefficients: tuple[float, float, float] = EXPANSION_OF_EXP,
 ) -> dict:
-    """Checked, with the defaults that go together with p and the exact window."""
+    """Returns the checked options of fastmax attention. None takes the default for p and the exact window."""
     exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
     validation.check_exact_window(exact_window)
     validation.check_degree(p)
     if temperature is None:
-        # Of p = 2 with a window, measured at 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/parameters.md).
+        # Measured for p = 2 with a window, 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/parameters.md).
         temperature = 1.1 if p == 1 else math.sqrt(head_dim) if exact_window else 1.0
     if normalize is None:
         normalize = "token" if p == 1 else False
     if validation.check_normalize(normalize, validation.DEFAULT_LIM) == "sequence":
-        raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}: it looks at later tokens')
+        raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}, which uses later tokens')
     p = validation.check_score(temperature, *coefficients, p).order
     validation.check_algorithm(algorithm, None)
     options = {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
@@ -668,16 +697,16 @@ def _refuse_options_of_fastmax(
 ) -> None:
     given = {"temperature": temperature, "normalize": normalize, "algorithm": algorithm, "exact_window": exact_window, "p": p}
     given |= zip(("a0", "a1", "a2"), coefficients, strict=True)
-    defaults = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
+    defaults: dict[str, tuple[object, ...]] = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
     defaults |= {name: (x,) for name, x in zip(("a0", "a1", "a2"), EXPANSION_OF_EXP, strict=True)}
     for name, value in given.items():
         if not isinstance(value, (Real, str, type(None))) or value not in defaults.get(name, (None,)):
-            why = ": all of its keys are weighed by exp" if name == "exact_window" else ""
+            why = ", which weights all keys by exp" if name == "exact_window" else ""
             raise ValueError(f'{name} has no effect with attention="softmax"{why}, got {validation.describe(value)}')
 
 
 def _normalized(rows: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    """Of the rows' dtype, whatever that of the weights is."""
+    """Applies RMS norm, or nothing if `norm` is None. The result has the dtype of `rows`, not that of the norm's weight."""
     if norm is None:
         return rows
     return F.rms_norm(rows, norm.normalized_shape, norm.weight.to(rows.dtype), norm.eps)

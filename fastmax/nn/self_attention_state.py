@@ -1,9 +1,10 @@
-"""What `FastmaxSelfAttention` keeps between tokens: the state of its attention, the last tokens, and where the next one is."""
+"""`SelfAttentionState`: the state of a `FastmaxSelfAttention` between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from fastmax.nn.key_value_cache import KeyValueCache
 
 @dataclass(eq=False)
 class SelfAttentionState(BatchState):
-    """The state of a `FastmaxSelfAttention` between tokens; from its `init_state`.
+    """The state of a `FastmaxSelfAttention` after some tokens. Made by the layer's `init_state` and `forward`.
 
-    `attention` is a `DecodeState`, whose size does not depend on the number of tokens, or for softmax attention the
-    keys and values of the tokens seen, which grow. `recent` (b, width - 1, channels) are the last inputs of the short
-    convolution, None without one; `positions` (b,) int64 is where the next token stands.
+    `attention` is the state of the attention: a `DecodeState`, whose size does not depend on the number of tokens, or for
+    softmax attention a `KeyValueCache`, which grows with them. `recent` (b, width - 1, channels) holds the last inputs of the
+    short convolution, None without one. `positions` (b,) int64 holds the position of the next token.
     """
 
     attention: DecodeState | KeyValueCache
@@ -29,38 +30,39 @@ class SelfAttentionState(BatchState):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of q, k and v."""
+        """Dtype of q, k and v."""
         return self.attention.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors."""
+        """Device of the tensors."""
         return self.positions.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name. The first dimension of each is the batch."""
+        """Returns the tensors by name. The first dimension of each is the batch."""
         own = {"recent": self.recent, "positions": self.positions}
         return self.attention.tensors() | {name: x for name, x in own.items() if x is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SelfAttentionState:
-        """The state with `function` of each of its tensors."""
+        """Returns the state with `function` applied to each of its tensors."""
         recent = None if self.recent is None else function(self.recent)
         return SelfAttentionState(self.attention.map(function), recent, function(self.positions))
 
     @classmethod
     def _cat(cls, states: Sequence[SelfAttentionState]) -> SelfAttentionState:
         first = states[0]
-        attention = type(first.attention).cat([state.attention for state in states])
+        attentions: list[Any] = [state.attention for state in states]
+        attention = type(first.attention).cat(attentions)
         recent = None if first.recent is None else torch.cat([state.recent for state in states])
         return cls(attention, recent, torch.cat([state.positions for state in states]))
 
     def options(self) -> dict:
-        """The options that states of one batch share."""
+        """Returns the options that states of one batch must share."""
         shape = None if self.recent is None else tuple(self.recent.shape[1:])
         return {"kind of attention": type(self.attention).__name__, "shape of recent": shape} | self.attention.options()
 
     def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> SelfAttentionState:
-        moved = {"device": device, "non_blocking": non_blocking}
+        moved: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
         recent = None if self.recent is None else self.recent.to(dtype=dtype, **moved)
         return SelfAttentionState(self.attention.to(dtype=dtype, **moved), recent, self.positions.to(**moved))
 
@@ -71,7 +73,7 @@ torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
 pytree.register_pytree_node(
     KeyValueCache,
     lambda cache: (list(cache.tensors().values()), cache.window),
-    lambda tensors, window: KeyValueCache(*tensors, window=window),
+    lambda tensors, window: KeyValueCache(tensors[0], tensors[1], tensors[2], tensors[3], window),
 )
 pytree.register_pytree_node(
     SelfAttentionState,

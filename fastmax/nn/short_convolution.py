@@ -1,4 +1,4 @@
-"""A short causal convolution, each channel by itself, that continues from the last tokens of what came before."""
+"""`ShortConvolution`: a causal depthwise convolution over the last few tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastmax.prepare.padding import PackedPlaces, taken
 
 
 class ShortConvolution(nn.Module):
-    """`y_i = sum_t w_t x_(i-t)` over the last `width` tokens, with weights of its own for each channel.
+    """Causal depthwise convolution: each channel of y_i is a weighted sum of that channel of the last `width` tokens.
 
-    `weight` (channels, 1, width) is that of the `nn.Conv1d(channels, channels, width, groups=channels)` that computes the same
-    of tokens with `width - 1` zeros before them. It starts as the identity: y = x.
+    `weight` (channels, 1, width) has the layout of `nn.Conv1d(channels, channels, width, groups=channels)`. It is initialised
+    to the identity, y = x.
     """
 
     def __init__(self, channels: int, width: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
@@ -31,15 +31,16 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, recent: Tensor | None = None, places: Tensor | None = None, count: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """
+        """Applies the convolution.
+
         Args:
             x: (b, n, channels).
-            recent: (b, width - 1, channels), the tokens before x; None: zeros.
-            places: int (n,), where each token stands in its sequence, from 0; None: all are of one sequence.
-            count: int (b,), tokens of each row that are there, the first ones; None: all.
+            recent: (b, width - 1, channels), the tokens before x. None: zeros.
+            places: int (n,), index of each token in its packed sequence. None: x is one sequence.
+            count: int (b,), number of real tokens of each row, which come first. None: all.
 
         Returns:
-            y like x, and the last `width - 1` tokens, in memory of their own.
+            y like x, and a copy of the last `width - 1` real tokens.
         """
         n, before = x.shape[1], self.width - 1
         if recent is None:
@@ -47,7 +48,7 @@ class ShortConvolution(nn.Module):
         tokens = torch.cat([recent, x], dim=1)
         weight = self.weight[:, 0].to(x.dtype)
         y = x * weight[:, before]
-        for t in range(1, self.width):  # elementwise, so that tokens in pieces give the same bits as together
+        for t in range(1, self.width):  # elementwise, so that a split sequence gives the same bits
             earlier = tokens.narrow(1, before - t, n)
             if places is not None:
                 earlier = torch.where((places >= t).unsqueeze(-1), earlier, 0)
@@ -57,12 +58,12 @@ class ShortConvolution(nn.Module):
         return y, tokens.narrow(1, n, before).clone(memory_format=torch.contiguous_format)
 
     def continue_packed(self, x: Tensor, recent: Tensor, packed: PackedPlaces) -> tuple[Tensor, Tensor]:
-        """`forward` of packed sequences, each behind tokens of its own.
+        """Applies the convolution to packed sequences that continue earlier ones.
 
         Args:
             x: (1, n, channels), n >= 1.
             recent: (s, width - 1, channels), the tokens before each sequence.
-            packed: of its tokens.
+            packed: the s sequences of x.
 
         Returns:
             y like x, and the last `width - 1` tokens of each sequence.
@@ -75,7 +76,7 @@ class ShortConvolution(nn.Module):
             earlier = recent[packed.sequence, (place + before).clamp(0, before - 1)]
             earlier = torch.where((place >= 0).unsqueeze(-1), tokens.narrow(1, before - t, n), earlier)
             y = torch.addcmul(y, earlier, weight[:, before - t])
-        place = packed.count.unsqueeze(-1) + torch.arange(-before, 0, device=x.device)  # (s, width - 1), of the last tokens
+        place = packed.count.unsqueeze(-1) + torch.arange(-before, 0, device=x.device)  # (s, width - 1)
         new = x[0, (packed.begin.unsqueeze(-1) + place).clamp(0, n - 1)]
         old = recent.gather(1, (place + before).clamp(0, before - 1).unsqueeze(-1).expand_as(recent))
         return y, torch.where((place >= 0).unsqueeze(-1), new, old)

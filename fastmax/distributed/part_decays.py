@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fastmax.distributed.communication import gather
+from fastmax.distributed.communication import all_gather
 from fastmax.distributed.layout import Layout
 
 
-class Carries:
+class PartDecays:
     """Total decay and last reset of every part of the layout, in sequence order, all-gathered to all ranks.
 
     The constructor starts the all-gather; the first access waits for it.
@@ -31,34 +31,32 @@ class Carries:
         """
         self._layout = layout
         own = layout.of(group.rank())
-        numbers = k.new_zeros(layout.most_parts, 2, *k.shape[:2], dtype=torch.float64)
+        own_parts = k.new_zeros(layout.most_parts, 2, *k.shape[:2], dtype=torch.float64)
         for i, (part, first) in enumerate(zip(own, k_starts, strict=True)):
             if log_decay is not None:
-                numbers[i, 0] = log_decay.detach()[..., part.local].sum(-1, dtype=torch.float64)
+                own_parts[i, 0] = log_decay.detach()[..., part.local].sum(-1, dtype=torch.float64)
             last = first[..., -1]
-            numbers[i, 1] = torch.where(last >= 0, last + part.start, -1)
-        self._pending = gather("decays of parts", numbers, group)
-        self._numbers: Tensor | None = None
+            own_parts[i, 1] = torch.where(last >= 0, last + part.start, -1)
+        self._pending = all_gather("decays of parts", own_parts, group)
 
+    @cached_property
     def _of_parts(self) -> Tensor:
-        """Returns (parts, 2, b, hk): sum of log decays; global index of the first visible key after a reset, or -1."""
-        if self._numbers is None:
-            came = self._pending.wait()
-            places = [(part.rank, self._layout.of(part.rank).index(part)) for part in self._layout.parts]
-            self._numbers = torch.stack([came[place] for place in places]) if places else came[:0].flatten(0, 1)
-        return self._numbers
+        """(parts, 2, b, hk): sum of log decays; global index of the first visible key after the last reset, or -1."""
+        received = self._pending.wait()  # (ranks, parts of a rank, 2, b, hk)
+        slots = [(part.rank, self._layout.of(part.rank).index(part)) for part in self._layout.parts]
+        return torch.stack([received[slot] for slot in slots]) if slots else received[:0].flatten(0, 1)
 
     @cached_property
     def factors(self) -> Tensor:
         """Factor (parts, b * hk, 1), float64, by which each part decays a state before it; 0 if the part resets it."""
-        totals, resets = self._of_parts().unbind(1)
+        totals, resets = self._of_parts.unbind(1)
         return torch.where(resets >= 0, 0.0, totals.exp()).flatten(1).unsqueeze(-1)
 
-    def between(self, first: int, last: int) -> Tensor:
-        """Returns the sum of the log decays of parts `first` to `last - 1`, (b, hk) in float64. Resets are ignored."""
-        return self._of_parts()[first:last, 0].sum(0)
+    def log_decay_of(self, first: int, stop: int) -> Tensor:
+        """Returns the sum of the log decays of parts `first` to `stop - 1`, (b, hk) in float64. Resets are ignored."""
+        return self._of_parts[first:stop, 0].sum(0)
 
-    def forgotten(self, place: int) -> Tensor:
-        """Returns the first token before part `place` that is visible to it, (b, hk) in float64; -1 if all are visible."""
-        numbers = self._of_parts()
-        return numbers[:place, 1].amax(0) if place > 0 else torch.full_like(numbers[0, 1], -1.0)
+    def first_visible(self, index: int) -> Tensor:
+        """Returns the first token before part `index` that is visible to it, (b, hk) in float64; -1 if all are visible."""
+        resets = self._of_parts[:, 1]
+        return resets[:index].amax(0) if index > 0 else torch.full_like(resets[0], -1.0)

@@ -1,4 +1,4 @@
-"""Autograd functions without second derivatives."""
+"""`once_differentiable`, a decorator for the backward of autograd functions without a second derivative."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 
-def without_second_derivative(backward: Callable) -> Callable:
-    """Wraps the backward of an autograd function so that differentiating its results raises a RuntimeError."""
+def once_differentiable(backward: Callable) -> Callable:
+    """Wraps the backward of an autograd function so that differentiating its results raises a RuntimeError.
+
+    `torch.autograd.function.once_differentiable` raises only if a gradient of the outputs requires a gradient. This one also
+    raises if only a saved tensor does.
+    """
 
     @wraps(backward)
     def first(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -20,13 +24,13 @@ def without_second_derivative(backward: Callable) -> Callable:
         if not torch.is_grad_enabled():
             return out
         given = [x for x in (*ctx.saved_tensors, *grads) if x is not None]
-        made = iter(_Final.apply(len(given), *given, *(x for x in out if x is not None)))
-        return tuple(None if x is None else next(made) for x in out)
+        results = iter(_NotDifferentiable.apply(len(given), *given, *(x for x in out if x is not None)))
+        return tuple(None if x is None else next(results) for x in out)
 
     return first
 
 
-class _Final(torch.autograd.Function):
+class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Returns views of `tensors[given:]`. The first `given` tensors are inputs only to connect the graph."""
