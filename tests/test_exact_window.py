@@ -21,6 +21,7 @@ from common import (
     compare,
     definition,
     dtype_id,
+    in_turn,
     make_decay,
     make_inputs,
     make_options,
@@ -54,6 +55,7 @@ def make(case, dtype=torch.float32, device="cpu"):
 WINDOWS = (0, 1, 2, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, LONG.n, LONG.m - 1, LONG.m, LONG.m + 1, 10**6)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("window", WINDOWS)
 @by_causal
 @by_gradient
@@ -69,6 +71,7 @@ OPTIONS = ("temperature", "coefficients", "p=1", "p=1 coefficients", "no constan
            "noise", "sinusoidal", "everything")  # fmt: skip
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("decay", [False, True], ids=["plain", "decay"])
 @by_causal
@@ -85,6 +88,7 @@ def test_options_in_float64(algorithm, custom, causal, decay, option, device):
     assert_equals_definition(attention, reference, inputs, grads, **options)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("decay", ["none", "weak", "strong", "none, ordinary or strong", "-inf everywhere"])
 @by_gradient
 @by_algorithm
@@ -95,6 +99,7 @@ def test_decays_in_float64(algorithm, custom, decay, device):
     assert_equals_definition(attention, reference, inputs, grads, causal=True, exact_window=20)
 
 
+@in_turn("custom")
 @by_causal
 @by_gradient
 @by_algorithm
@@ -119,6 +124,7 @@ def test_dtypes(algorithm, p, custom, causal, dtype, device):
     Expected(inputs, grad_o, causal=causal, p=p, exact_window=50).check(custom=custom, algorithm=algorithm)
 
 
+@in_turn("custom")
 @by_causal
 @by_gradient
 @by_algorithm
@@ -129,6 +135,7 @@ def test_no_window_changes_no_bit(algorithm, custom, causal, device):
     assert all(torch.equal(x, plain[name]) for name, x in run(attention, inputs, grads, exact_window=0).items())
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("window", [SMALL.m, 10**6])
 @by_causal
 @by_gradient
@@ -155,6 +162,7 @@ SCORES = {
 }
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=dtype_id)
 @by_causal
@@ -226,6 +234,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
 # ---- keys that fade between a query and its far keys
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -50.0, -200.0])
 @pytest.mark.parametrize("hidden", ["none", "near", "far"])
 @by_gradient
@@ -241,6 +250,7 @@ def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
     assert_equals_definition(attention, reference, inputs, grads, **options)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("at", [20, 21])
 @by_gradient
 @by_algorithm
@@ -283,6 +293,7 @@ def test_rounding_does_not_flow_to_tokens_long_before():
 # ---- what is asked of one of the outputs alone, and of how tensors lie
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("output", [0, 1], ids=["o", "lse"])
 @by_causal
 @by_gradient

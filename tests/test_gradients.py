@@ -14,6 +14,7 @@ from common import (
     by_gradient,
     by_option,
     by_order,
+    in_turn,
     make_inputs,
     make_options,
     run,
@@ -30,6 +31,7 @@ def tiny_leaves(device):
     return tuple(x.requires_grad_() for x in inputs.values())
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_causal
@@ -40,6 +42,7 @@ def test_gradcheck(option, causal, custom, algorithm, device):
     assert gradcheck(attention, tiny_leaves(device))
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_order
@@ -52,6 +55,7 @@ def test_gradcheck_rpe_tensor(p, causal, custom, device):
     assert gradcheck(attention, (*tiny_leaves(device), rpe))
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_order
@@ -226,6 +230,7 @@ def test_custom_equals_autograd_for_drawn_noise(device):
         torch.testing.assert_close(x, outputs[1][name])
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])

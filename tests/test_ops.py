@@ -21,6 +21,7 @@ from common import (
     check_operator,
     compare,
     dtype_id,
+    in_turn,
     make_inputs,
     make_options,
     relative,
@@ -374,6 +375,7 @@ def test_autocast_trains_a_block(custom, device):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in block.parameters())
 
 
+@in_turn("custom")
 @by_gradient
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("dropout", [0.0, 0.4], ids=["no noise", "noise"])
@@ -461,6 +463,7 @@ def test_ddp():
 # ---- repeatability
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_order
@@ -523,6 +526,7 @@ def footprint(n, d, p, causal, algorithm, custom):
     return memory
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @pytest.mark.parametrize("algorithm, p", [("quadratic", 2), ("linear", 2), ("linear", 1)])

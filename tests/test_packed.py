@@ -21,6 +21,7 @@ from common import (
     compare,
     definition,
     dtype_id,
+    in_turn,
     make_decay,
     make_inputs,
     make_options,
@@ -132,6 +133,7 @@ def test_with_padding_and_noise(custom, way, device):
     assert_close_in_float64(actual, one_by_one(attention, inputs, grads, SHORT, **options))
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("option", ["normalize=sequence", "normalize=token", "sinusoidal", "temperature", "coefficients"])
 @pytest.mark.parametrize("way", [way for way in WAYS if "flash" not in way and "p=1" not in way])
 @by_gradient
@@ -239,6 +241,7 @@ def test_minus_infinity_at_first_tokens_is_packing(custom, way, device):
     assert_close_in_float64(run(attention, inputs, grads), packed)
 
 
+@in_turn("custom")
 @by_way
 @by_gradient
 @pytest.mark.parametrize("huge", [0, 1, 2])
@@ -424,6 +427,7 @@ REFUSED = {
 }
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("attention", [fastmax_attention, flash_attention], ids=["fastmax", "flash"])
 @by_gradient

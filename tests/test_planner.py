@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, make_inputs, make_options, run
+from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, in_turn, make_inputs, make_options, run
 
 from fastmax import eager, fastmax_attention
 from fastmax.eager.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
@@ -96,6 +96,7 @@ def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
     assert memory.largest <= 2**22
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_causal
