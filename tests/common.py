@@ -63,7 +63,7 @@ def in_turn(name: str) -> Callable:
         axes = [mark for mark in test.pytestmark if mark.name == "parametrize"]
         marks = [mark for mark in test.pytestmark if mark.name != "parametrize"]
         names = [[x.strip() for x in mark.args[0].split(",")] for mark in axes]
-        turning = names.index([name])
+        turning = names.index([x.strip() for x in name.split(",")])
         counts = [len(mark.args[1]) for mark in axes]
         rows = []
         for at in product(*map(range, counts)):

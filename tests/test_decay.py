@@ -667,6 +667,7 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
             assert torch.equal(x, expected[name]), name
 
 
+@in_turn("flush_interval")
 @pytest.mark.parametrize("form", ["step", "step, recorded", "step_", "step_ and prefill", "prefill in parts"])
 @pytest.mark.parametrize("flush_interval", [1, 8])
 @pytest.mark.parametrize("window, padding", [(0, False), (5, True), (30, False)])

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from common import Case, definition, make_decay, make_inputs
+from common import Case, definition, in_turn, make_decay, make_inputs
 from test_decode import OPTIONS, assert_same_states, at_real, by_decode_option
 from torch.utils import _pytree as pytree
 
@@ -63,6 +63,7 @@ def assert_states_close(state, states):
         torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@in_turn("accompanied")
 @by_calls
 @pytest.mark.parametrize("accompanied", [False, True], ids=["plain", "mask and decay"])
 @by_decode_option

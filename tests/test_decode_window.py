@@ -16,6 +16,7 @@ from common import (
     definition,
     dtype_id,
     exactly,
+    in_turn,
     make_decay,
     make_inputs,
     torch_warns,
@@ -75,6 +76,7 @@ def assert_splits_equal_one_call(case, window, sizes, device, in_place=False, pa
 # ---- against one call
 
 
+@in_turn("p")
 @by_order
 @pytest.mark.parametrize("window", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 10 * CHUNK])
 @pytest.mark.parametrize("sizes", [(CHUNK + 3, 1, CHUNK, 1, 1), (1, 3, 2 * CHUNK)], ids=str)

@@ -55,7 +55,6 @@ def make(case, dtype=torch.float32, device="cpu"):
 WINDOWS = (0, 1, 2, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, LONG.n, LONG.m - 1, LONG.m, LONG.m + 1, 10**6)
 
 
-@in_turn("custom")
 @pytest.mark.parametrize("window", WINDOWS)
 @by_causal
 @by_gradient
@@ -71,7 +70,7 @@ OPTIONS = ("temperature", "coefficients", "p=1", "p=1 coefficients", "no constan
            "noise", "sinusoidal", "everything")  # fmt: skip
 
 
-@in_turn("custom")
+@in_turn("causal")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("decay", [False, True], ids=["plain", "decay"])
 @by_causal
@@ -88,7 +87,6 @@ def test_options_in_float64(algorithm, custom, causal, decay, option, device):
     assert_equals_definition(attention, reference, inputs, grads, **options)
 
 
-@in_turn("custom")
 @pytest.mark.parametrize("decay", ["none", "weak", "strong", "none, ordinary or strong", "-inf everywhere"])
 @by_gradient
 @by_algorithm
@@ -99,7 +97,6 @@ def test_decays_in_float64(algorithm, custom, decay, device):
     assert_equals_definition(attention, reference, inputs, grads, causal=True, exact_window=20)
 
 
-@in_turn("custom")
 @by_causal
 @by_gradient
 @by_algorithm
@@ -115,6 +112,7 @@ def test_queries_without_near_or_far_or_any_keys(algorithm, custom, causal, devi
     assert actual["lse"][0].isneginf().all() and actual["lse"][1].isfinite().any()
 
 
+@in_turn("p, custom")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @by_causal
 @pytest.mark.parametrize("p, custom", [(1, True), (2, True), (2, False)], ids=["p1-custom", "p2-custom", "p2-autograd"])
@@ -162,7 +160,7 @@ SCORES = {
 }
 
 
-@in_turn("custom")
+@in_turn("dtype")
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=dtype_id)
 @by_causal
@@ -234,7 +232,6 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
 # ---- keys that fade between a query and its far keys
 
 
-@in_turn("custom")
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -50.0, -200.0])
 @pytest.mark.parametrize("hidden", ["none", "near", "far"])
 @by_gradient
@@ -250,7 +247,6 @@ def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
     assert_equals_definition(attention, reference, inputs, grads, **options)
 
 
-@in_turn("custom")
 @pytest.mark.parametrize("at", [20, 21])
 @by_gradient
 @by_algorithm

@@ -66,6 +66,7 @@ def test_gradcheck_across_chunks(p, custom, algorithm, device):
     assert gradcheck(attention, tuple(x.requires_grad_() for x in inputs.values()), fast_mode=True)
 
 
+@in_turn("causal")
 @by_algorithm
 @by_causal
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from common import DTYPES, check_operator, dtype_id, relative
+from common import DTYPES, check_operator, dtype_id, in_turn, relative
 
 from fastmax import eager
 from fastmax.testing import verify
@@ -31,6 +31,7 @@ def merged(o, lse, o_global, z_global, shift):
     return weights[0] * o + weights[1] * o_global, total, z_global + torch.exp(lse - shift)
 
 
+@in_turn("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shift_heads", [None, 1, 2, 4])
 @pytest.mark.parametrize("dv", [1, 7, 16, 24, 64, 128, 256, 700])
@@ -53,6 +54,7 @@ LAYOUTS = {
 }
 
 
+@in_turn("dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("far", [*LAYOUTS, "dense"])
 @pytest.mark.parametrize("near", LAYOUTS)
