@@ -135,7 +135,7 @@ CASES = [
     Case("linear", "linear2_sm90", 520, 520, 32, h=1, hk=1, multiprocessors=8),  # in segments
     Case("linear", "linear2_sm90", 130, 257, 64, h=1, hk=1, causal=False),
     Case("linear", "linear2_sm90", 257, 300, 64, hk=1, padding=True),
-    Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
+    Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
     # A walk of more stages than the ring of the state kernel has, with several snapshots.
     Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1, decay="ordinary", schedules=1),

@@ -31,14 +31,14 @@ def tiny_leaves(device):
     return tuple(x.requires_grad_() for x in inputs.values())
 
 
-@in_turn("custom")
+@in_turn("causal")
 @by_algorithm
-@by_gradient
 @by_causal
 @by_option
-def test_gradcheck(option, causal, custom, algorithm, device):
+def test_gradcheck(option, causal, algorithm, device):
+    """Of the custom gradient; `test_custom_equals_autograd` compares the other with it."""
     options = make_options(option, TINY, torch.float64, device)
-    attention = partial(fastmax_attention, causal=causal, use_custom_gradient=custom, algorithm=algorithm, **options)
+    attention = partial(fastmax_attention, causal=causal, algorithm=algorithm, **options)
     assert gradcheck(attention, tiny_leaves(device))
 
 
