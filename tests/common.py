@@ -1,4 +1,4 @@
-"""What the tests share: the definition, the numerical contract, sizes and inputs."""
+"""Shared by the tests: the definition, the numerical contract, sizes and inputs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def load_build() -> ModuleType:
 
 
 def is_current(out: Path, *others: Path) -> bool:
-    """Whether a compiled file is newer than all that it was made of: what the list beside it names (`-MD`), and others."""
+    """Returns whether a compiled file is newer than its sources: those that its dependency file (`-MD`) lists, and others."""
     made_of = out.with_suffix(".d")
     if not out.exists() or not made_of.exists():
         return False

@@ -178,7 +178,7 @@ def test_definitions_at_minus_infinity_are_the_limit(exact_window, softmax):
 
 @pytest.mark.parametrize("score", [300.0, -300.0])
 def test_definition_with_large_scores_in_the_exact_window(score):
-    """In float32 exp(300) is infinite and exp(-300) is 0."""
+    """exp(300) is infinite in float32, and exp(-300) is 0."""
     case = Case("", n=20, h=1, d=1, dv=2)
     inputs, grad_o = make_inputs(case, torch.float32)
     inputs |= {"q": torch.ones_like(inputs["q"]), "k": torch.full_like(inputs["k"], score)}

@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def make(**options) -> Model:
-    """With weights large enough that scores matter."""
+    """Returns a model with weights so large that scores matter."""
     torch.manual_seed(0)
     model = Model(**options)
     with torch.no_grad():

@@ -161,7 +161,7 @@ def test_options_in_float64(algorithm, custom, option, device):
 @by_gradient
 @by_algorithm
 def test_resets_before_the_queries(algorithm, custom, device):
-    """Of keys before all queries, those before the reset are not seen."""
+    """A reset among the keys before all queries hides the earlier ones."""
     inputs, grads = make(SMALL, "ordinary", torch.float64, device)
     before = SMALL.m - SMALL.n
     inputs["log_decay"][:, 0, before - 3] = inputs["log_decay"][:, 1, before] = -math.inf

@@ -336,7 +336,7 @@ def test_step_in_place_refuses_to_record_a_decay(device):
 
 @pytest.mark.parametrize("function", [fastmax.decoding.step, fastmax.decoding.step_], ids=["step", "step_"])
 def test_a_state_that_is_forgotten_leaves_nothing(function, device):
-    """Not even what is no number."""
+    """A reset removes NaN and infinity too."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     token, decay = first_token(inputs), torch.full((2, 2, 1), -torch.inf, device=device)
     state = new_state(CASE, device).map(lambda x: torch.full_like(x, torch.nan))
@@ -586,7 +586,7 @@ def test_opcheck_prefill_backward(call, given, device):
 
 
 def prefill_gradients(function, arguments, seed=0):
-    """Of all that comes out, by all that has one."""
+    """Returns the gradients of all outputs with respect to all differentiable arguments."""
     generator = torch.Generator().manual_seed(seed)
     leaves = [arguments[i] for i in LEAVES if arguments[i] is not None]
     outputs = function(*arguments)
@@ -615,7 +615,7 @@ COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 1.0, 0.5), "a2 = 0": 
     ],
 )
 def test_the_gradient_of_prefill_is_that_of_the_recorded_operations(n, coefficients, p, device):
-    """By hand against autograd, through the state on both sides; what no query reads of a state still has a gradient."""
+    """The analytic gradient equals autograd's, through both states. State that no query reads has a gradient too."""
     for options in ({}, {"mask": True, "decay": True, "first": True}, {"d": 20, "decay": True}):
         arguments = list(prefill_arguments(device, n=n, dtype=torch.float64, p=p, **options))
         arguments[7][..., 0] += 10.0  # so that no sum of weights is near 0

@@ -82,7 +82,7 @@ def test_equals_one_by_one(option, accompanied, calls, device):
 
 @pytest.mark.parametrize("option", ["defaults", "exact window, everything"])
 def test_a_batch_goes_on(option, device):
-    """From packed prompts to steps of all sequences side by side, against the definition of each."""
+    """Packed prompts, then steps of all sequences side by side, equal the definition of each sequence."""
     lengths, steps = (3, 70, 1, 8), 2
     prompts = tokens_of(lengths, device, accompanied=False)
     following, _ = make_inputs(Case("", n=steps, b=len(lengths), h=HEADS, hk=KV_HEADS, d=D, dv=DV), torch.float64, device)

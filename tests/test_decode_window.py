@@ -327,7 +327,7 @@ def test_on_the_kernels(window, dtype, p):
 
 
 def check_within_contract(case, sizes, window, dtype, p, **of_state):
-    """In pieces on the kernels, those of one token in place, with padding and decays of all kinds."""
+    """Checks pieces on the kernels, pieces of one token in place, with padding and decays of all kinds."""
     inputs, _ = make_inputs(case, dtype, "cuda")
     given = accompany(case, "cuda", True, "-inf at places")
     given["log_decay"] = given["log_decay"].float()

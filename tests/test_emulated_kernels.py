@@ -237,7 +237,7 @@ def wrong(actual, exact):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(library, case):
-    """By an adversary, another one for the next case, and at random; or at random alone."""
+    """Runs one of the two adversaries in turn and a random schedule, or the random one alone."""
     call = Call(case)
     first = None
     for schedule in ADVERSARY_AND_RANDOM[CASES.index(case) % 2][-case.schedules :]:

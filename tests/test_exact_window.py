@@ -237,7 +237,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
 @by_gradient
 @by_algorithm
 def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
-    """Of one token. Where the near keys are hidden, what it leaves of the far ones is all that there is, however little."""
+    """One token decays strongly. Where local keys are hidden, its small rest of the global keys is the whole sum."""
     inputs, grads = make(Case("", n=40, m=43, h=2, hk=1, d=3), torch.float64, device)
     token = torch.arange(43, device=device)
     inputs["log_decay"] = torch.where(token == 24, decay, -0.05).double().expand(1, 1, 43)
@@ -276,7 +276,7 @@ def test_float32_loses_no_digits_to_a_long_decay(device):
 
 
 def test_rounding_does_not_flow_to_tokens_long_before():
-    """In PyTorch operations: a thousand earlier tokens get the difference of sums by query and by key, which are the same."""
+    """A thousand earlier tokens get the difference of two equal sums, by query and by key, whose rounding must cancel."""
     inputs, grads = make(Case("", n=59, m=1100, b=3, h=1, d=32))
     inputs["log_decay"] = make_decay("ordinary", 3, 1, 1100)
     options = {"causal": True, "exact_window": 3, "temperature": 6.6}
@@ -309,7 +309,7 @@ def test_gradient_of_one_output(algorithm, custom, causal, output, device):
 @pytest.mark.parametrize("layout", ["token-major", "packed qkv", "transposed"])
 @by_causal
 def test_any_strides(causal, layout, device):
-    """Of q, k and v, and of gradients that are expanded or turned: as if all were contiguous."""
+    """Strides of q, k, v and of the incoming gradients do not matter."""
     inputs, _ = make_inputs(Case("", n=30, b=2, h=2, d=8), device=device, layout=layout)
     attention = partial(with_lse, causal=causal, exact_window=6)
     dense = {name: x.contiguous() for name, x in inputs.items()}

@@ -48,7 +48,7 @@ def run(script: str, *arguments: object, status: int = 0, names: dict | None = N
 
 
 def run_alone(*command: object) -> str:
-    """What `python command...` prints, in a process of its own as a user runs it."""
+    """Returns what `python command...` prints, in a process of its own as a user runs it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     arguments = [sys.executable, *map(str, command)]

@@ -91,7 +91,7 @@ def softmax_definition(q, k, v, *, causal=False, scale=None, attention_mask=None
 
 
 class ExpectedFlash(Expected):
-    """With the gradient of the log-sum-exp too."""
+    """Expected results of softmax attention, the gradient of the log-sum-exp among them."""
 
     definition = staticmethod(softmax_definition)
 
@@ -244,7 +244,7 @@ def test_log_sum_exp_is_not_rounded_to_half_precision(dtype, device):
 
 @by_gradient
 def test_attention_to_parts_of_the_keys_joins_by_the_log_sum_exp(custom, device):
-    """What sequence-parallel attention does, through both outputs and their gradients."""
+    """Sequence-parallel attention needs this, through both outputs and their gradients."""
     inputs, (grad_o, _), _ = make(SMALL, torch.float64, device)
     attention = partial(with_lse, use_custom_gradient=custom)
 
@@ -570,7 +570,7 @@ def test_autocast(dtype, custom, device):
 
 @by_causal
 def test_autocast_around_the_backward(causal, device):
-    """As where a whole training step stands inside autocast."""
+    """A whole training step may stand inside autocast."""
     inputs, grads, options = make(TILES, torch.bfloat16, device, padding=True)
     expected = run(with_lse, inputs, grads, causal=causal, **options)
     with torch.autocast(device.type, torch.bfloat16):
@@ -872,7 +872,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("change, message", UNSAFE.values(), ids=UNSAFE)
     def test_unsafe_operands_are_refused(self, change, message):
-        """By the operators themselves, which anyone may call without `flash_attention`."""
+        """The operators refuse them, since they may be called without `flash_attention`."""
         x = change(safe_operands())
         with pytest.raises(RuntimeError, match=message):
             torch.ops.fastmax.flash_forward(

@@ -36,7 +36,7 @@ def tiny_leaves(device):
 @by_causal
 @by_option
 def test_gradcheck(option, causal, algorithm, device):
-    """Of the custom gradient; `test_custom_equals_autograd` compares the other with it."""
+    """Checks the custom gradient; `test_custom_equals_autograd` compares the other one with it."""
     options = make_options(option, TINY, torch.float64, device)
     attention = partial(fastmax_attention, causal=causal, algorithm=algorithm, **options)
     assert gradcheck(attention, tiny_leaves(device))
@@ -187,7 +187,7 @@ def test_torch_func_through_the_custom_gradient_is_refused(transform, normalize,
 
 @by_gradient
 def test_vmap_and_constants_under_transforms(custom, device):
-    """What needs no derivative by a transform runs, and autograd outside of vmap goes through it."""
+    """Calls without a derivative by a transform run, and autograd outside of vmap goes through them."""
     q, k, v = (x.detach() for x in tiny_leaves(device))
     batch = torch.stack([q, 2.0 * q]).requires_grad_()
 

@@ -236,7 +236,7 @@ def test_queries_without_keys_in_any_part(device):
 
 
 def test_polynomial_and_softmax_merge_to_an_exact_window(device):
-    """What `exact_window` is made of: the last 7 keys by exp, those before by the polynomial."""
+    """The last 7 keys are weighed by exp, those before by the polynomial."""
     inputs, grads = make(Case("", n=30, h=2, hk=1, d=4), torch.float64, device)
 
     def merged(q, k, v):

@@ -22,7 +22,7 @@ def operands(device, b=2, h=4, n=37, dv=24, dtype=torch.float32, shift_heads=Non
 
 
 def merged(o, lse, o_global, z_global, shift):
-    """By its definition, in float64."""
+    """Returns the result of `merge_` by its definition, in float64."""
     o, lse, o_global, z_global = (x.double() for x in (o, lse, o_global, z_global))
     shift = torch.zeros_like(lse) if shift is None else shift.double().repeat_interleave(o.shape[1] // shift.shape[1], dim=1)
     far = z_global.log() + shift
@@ -59,7 +59,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("far", [*LAYOUTS, "dense"])
 @pytest.mark.parametrize("near", LAYOUTS)
 def test_any_strides(near, far, dtype, device):
-    """As if all were contiguous, and what lies around is not written."""
+    """Results are those of contiguous tensors, and memory around them is not written."""
     dense = operands(device, dtype=dtype, shift_heads=2)
     o, lse = (LAYOUTS[near](x.clone()) for x in dense[:2])
     rest = [LAYOUTS.get(far, lambda x: x)(x) for x in dense[2:]]

@@ -150,7 +150,7 @@ def test_a_mask_changes_nothing_for_token(custom, device):
 
 
 def queries_and_keys(dtype=torch.float32, device="cpu", d=17):
-    """Of other sizes and layouts, with rows of zeros, some rows longer than 1 and some shorter."""
+    """Returns q and k of different sizes and layouts, with rows of zeros, some rows longer than 1 and some shorter."""
     q, k = torch.randn(2, 11, 4, d, device=device), torch.randn(2, 3, 23, d, device=device)
     q, k = (x * 2 * torch.rand(*x.shape[:3], 1, device=device) / d**0.5 for x in (q, k))
     q[0, 3], k[1, 2, :5] = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Which algorithm "auto" takes, and how many heads, tokens and keys are handled together."""
+"""The algorithm that "auto" takes, and the numbers of heads, tokens and keys that are handled together."""
 
 import pytest
 import torch

@@ -347,7 +347,7 @@ def test_compiles_into_one_graph(options, fresh_dynamo):
 
 
 def test_compiled_code_computes_the_angles_once(fresh_dynamo):
-    """As one operator: Inductor would compute their sines anew for each head and each batch entry."""
+    """They are one operator, because Inductor would compute the sines again for each head and batch entry."""
     layer, x, called = make(), tokens(), []
 
     def backend(graph, example_inputs):

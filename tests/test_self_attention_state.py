@@ -99,7 +99,7 @@ def test_padded_sequences_continue_as_each_alone(steps, side, options):
 @torch.no_grad()
 @by_layer
 def test_right_padded_prompts_of_60_tokens(options):
-    """In float32 and the default window, as prompts come from a tokenizer; then steps without a mask."""
+    """Prompts padded as by a tokenizer, in float32 with the default window, then steps without a mask."""
     layer = FastmaxSelfAttention(C, 4, **{name: x for name, x in options.items() if name != "exact_window"})
     state, sequences = layer.init_state(3), Sequences(3)
     mask = mask_of((5, 37, 60), 60, "right")
@@ -239,7 +239,7 @@ def test_gradients_through_packed_states(options):
 @by_layer
 @pytest.mark.parametrize("flush_interval", [1, 3])
 def test_prompts_that_were_read_apart_go_on_together(flush_interval, options):
-    """With as many buffered tokens as each has."""
+    """The states have different numbers of buffered tokens."""
     softmax = "attention" in options
     if softmax and flush_interval > 1:
         pytest.skip("flush_interval is of fastmax")

@@ -133,7 +133,7 @@ GOES_ON = {"state_of_keys": "prefill_kept_", "state_of_queries": "prefill_backwa
 
 @pytest.mark.parametrize("keeps, goes_on", GOES_ON.items())
 def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
-    """What is kept is as the kernels read it, with the coefficients of the score in it."""
+    """Saved states contain the coefficients of the score, as the kernels read them."""
 
     def options(name):
         arguments = getattr(torch.ops.fastmax, name).default._schema.arguments

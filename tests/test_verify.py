@@ -148,7 +148,7 @@ def test_processes_print_what_one_does(capsys):
 
 
 def test_configurations_for_hopper():
-    """Of 2,000, all kinds of attention; large scores stay with the algorithm that they were drawn for."""
+    """2,000 configurations have all kinds of attention. Large scores keep the algorithm that they were drawn for."""
     kinds = Counter()
     indices = verify.hopper_indices(2000, 0, "cuda")
     assert len(set(indices)) == 2000 and indices[:50] == verify.hopper_indices(50, 0, "cuda")

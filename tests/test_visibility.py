@@ -215,7 +215,7 @@ int main() {
 
 
 def test_tables_of_bounds():
-    """What csrc/quadratic/bounds.cu makes of bounds (beyond the keys too), causality and a window, against every pair."""
+    """The tables of csrc/quadratic/bounds.cu agree with every pair: bounds, beyond the keys too, causality and a window."""
     probe = compile_probe(TABLES, device_code=True)
     rng = random.Random(0)
     lines, expected = [], []
