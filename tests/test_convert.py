@@ -246,6 +246,19 @@ def test_transfer_makes_the_error_smaller_and_touches_nothing_else(swapped, of):
     assert not any(module._forward_hooks for module in teacher.modules())
 
 
+def test_the_teacher_runs_in_eval_mode():
+    """Its dropout changes no error; afterwards each of its modules is in the mode that it had."""
+    model, x = make(**PARTS), tokens()
+    teacher = copy.deepcopy(model)
+    convert.swap(model, exact_window=WINDOW)
+    expected = convert.attention_errors(model, teacher, [x])
+    teacher.embedding = nn.Sequential(teacher.embedding, nn.Dropout(0.5))
+    teacher.head.eval()
+    modes = [module.training for module in teacher.modules()]
+    assert convert.attention_errors(model, teacher, [x]) == expected
+    assert [module.training for module in teacher.modules()] == modes
+
+
 def test_the_error_is_that_of_outputs_for_the_same_input(swapped):
     model, teacher, _ = swapped
     x = tokens()
