@@ -41,8 +41,8 @@ LENGTHS = {
     "none, one and two tokens": (0, 1, 2, 0, 0, 5, 1, 0),
     "chunk +- 1": (CHUNK - 1, CHUNK, CHUNK + 1, 63, 64, 65),
     "one long": (3, 2 * CHUNK + 30, 1),
-    "many short": tuple((7 * i) % 9 for i in range(50)),
-    "one token each": (1,) * 30,
+    "many short": tuple((7 * i) % 9 for i in range(20)),
+    "one token each": (1,) * 12,
 }
 SHORT = (0, 5, 1, 12, 0, 8, 2)
 # Both algorithms where causal, the quadratic one where not.
