@@ -1,4 +1,4 @@
-"""What the tests share: the definition, the numerical contract, sizes and inputs."""
+"""Shared by the tests: the definition, the numerical contract, sizes and inputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from types import ModuleType
 
@@ -47,6 +48,45 @@ def dtype_id(dtype: torch.dtype) -> str:
 
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+
+
+def in_turn(name: str) -> Callable:
+    """Decorates a test, above its parametrisations: on a CPU the values of `name` take turns over the product of the others.
+
+    With three parameters or more every pair of values still occurs. On CUDA, where other values run other kernels, the whole
+    product is kept.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        if torch.cuda.is_available():
+            return test
+        axes = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+        marks = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+        names = [[x.strip() for x in mark.args[0].split(",")] for mark in axes]
+        turning = names.index([x.strip() for x in name.split(",")])
+        counts = [len(mark.args[1]) for mark in axes]
+        rows = []
+        for at in product(*map(range, counts)):
+            if sum(at) % counts[turning] == 0:
+                values, ids = zip(*map(_member, axes, at), strict=True)
+                rows.append(pytest.param(*chain(*values), id="-".join(ids)))
+        test.pytestmark = [*marks, pytest.mark.parametrize(", ".join(chain(*names)), rows).mark]
+        return test
+
+    return decorate
+
+
+def _member(mark: pytest.Mark, i: int) -> tuple[tuple, str]:
+    """The values and the id of one member of a parametrisation."""
+    given, ids = list(mark.args[1])[i], mark.kwargs.get("ids")
+    if isinstance(given, type(pytest.param(None))):
+        return given.values, given.id or "-".join(map(str, given.values))
+    values = given if "," in mark.args[0] else (given,)
+    if ids is None:
+        return values, "-".join(map(str, values))
+    return values, "-".join(str(ids(x)) for x in values) if callable(ids) else list(ids)[i]
+
+
 # Importing the compiler runs deprecated parts of torch.
 torch_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -68,7 +108,7 @@ def load_build() -> ModuleType:
 
 
 def is_current(out: Path, *others: Path) -> bool:
-    """Whether a compiled file is newer than all that it was made of: what the list beside it names (`-MD`), and others."""
+    """Returns whether a compiled file is newer than its sources: those that its dependency file (`-MD`) lists, and others."""
     made_of = out.with_suffix(".d")
     if not out.exists() or not made_of.exists():
         return False

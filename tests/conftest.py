@@ -76,7 +76,7 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def memory_for_others():
-    """What a large test took goes back to the device, where other processes test too."""
+    """Returns the memory of a large test to the device, where other processes test too."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**31:
         torch.cuda.empty_cache()

@@ -1,4 +1,7 @@
-"""What ranks run in tests of `fastmax.distributed`, and one process to compare. Imports little, as every rank does it."""
+"""Functions that ranks run in tests of `fastmax.distributed`, and their counterparts in one process.
+
+Every rank imports this module, which therefore imports little.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from fastmax.distributed import (
 
 
 def inputs(case: dict) -> dict[str, torch.Tensor]:
-    """Of all tokens: what a call takes and gradients of what it returns."""
+    """Returns the tensors of a call for all tokens, and gradients of its results."""
     made = torch.Generator().manual_seed(case.get("seed", 0))
     b, h, hk, n, d, dv = case["shape"]
     dtype = case.get("dtype", torch.float64)
@@ -161,7 +164,7 @@ def copied(group, case: dict) -> list[str]:
 
 
 def order_of_events(group, case: dict) -> list[str]:
-    """Of exchanges that begin and are waited for, and of attention to near keys."""
+    """Returns the order in which exchanges begin, are waited for, and attention to local keys runs."""
     events, originals = [], (states.Exchange.__init__, states.Exchange.wait, ops.attention)
 
     def noting(name: str, function):

@@ -70,7 +70,7 @@ class Late:
         self._travel = _messenger.submit(self._go)
 
     def _go(self) -> tuple[list[Tensor], list[Tensor], list[dist.Work]]:
-        """In the messenger: what is sent and what comes, on the host."""
+        """Runs in the messenger thread: sends and receives on the host."""
         if self._start is None:
             sent = [x.detach().clone() for x in self._sent]
         else:

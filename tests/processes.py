@@ -40,7 +40,7 @@ def _seeded(group, function: Callable, *arguments: object) -> object:
 
 
 def messages(functions: Iterable[Callable]) -> list[str]:
-    """Of what each of them raises."""
+    """Returns the message of the error that each function raises."""
     found = []
     for function in functions:
         with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
@@ -50,7 +50,7 @@ def messages(functions: Iterable[Callable]) -> list[str]:
 
 
 def check_messages(function: Callable, *expected: str) -> None:
-    """Of `function(group)` on two ranks, that the messages it returns begin so on both."""
+    """Checks that the messages that `function(group)` returns begin with the expected texts, on both of two ranks."""
     for found in run(function, 2):
         for message, start in zip(found, expected, strict=True):
             assert message.startswith(start), message

@@ -18,7 +18,7 @@ PRELOADED = ["fastmax.distributed", "torch.distributed.fsdp", "torch.distributed
 
 
 class RankError(Exception):
-    """What a rank raised."""
+    """The error that a rank raised."""
 
     def __init__(self, kind: str, message: str, where: str):
         super().__init__(message)
@@ -32,7 +32,7 @@ class RankError(Exception):
 
 
 class Ranks:
-    """As many processes as `world`, in groups of the first 1, 2, ... of them; with GPUs each has one, or shares it."""
+    """`world` processes, with a group of the first 1, 2, ... of them each; with GPUs each has one, or shares it."""
 
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world

@@ -23,6 +23,7 @@ from common import (
     compare,
     definition,
     dtype_id,
+    in_turn,
     make_inputs,
     make_options,
     relative,
@@ -43,6 +44,7 @@ def expected(case, dtype, device, causal, option="defaults", p=2):
     return Expected(inputs, grad_o, **({"causal": causal, "p": p} | make_options(option, case, dtype, device)))
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_order
@@ -65,6 +67,7 @@ REAL_ROOTS = {
 }
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_causal
@@ -75,6 +78,7 @@ def test_polynomials_with_real_roots(coefficients, causal, algorithm, custom, de
     check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, **REAL_ROOTS[coefficients])
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_order
@@ -84,6 +88,7 @@ def test_dtypes(dtype, causal, p, algorithm, custom, device):
     expected(MIDDLE, dtype, device, causal, p=p).check(custom=custom, algorithm=algorithm)
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_causal
@@ -108,6 +113,7 @@ def test_half_precision_is_rounded_once(rpe, custom, device):
         assert relative(x, exact[name]) <= (2.5e-3 if device.type == "cpu" else 5e-3), name
 
 
+@in_turn("custom")
 @by_option
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @by_gradient
@@ -116,6 +122,7 @@ def test_options_in_half_precision(option, dtype, custom, device):
     check(inputs, grad_o, custom=custom, algorithm="linear", causal=True, **make_options(option, SMALL, dtype, device))
 
 
+@in_turn("custom")
 @by_layout
 @by_causal
 @by_algorithm
@@ -125,6 +132,7 @@ def test_strides(layout, causal, algorithm, custom, device):
     check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal)
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
@@ -153,6 +161,7 @@ def test_scores_of_any_size(algorithm, custom, device):
     check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=True)
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @pytest.mark.parametrize("size", [1e-30, 1e3], ids=["tiny", "large"])
@@ -183,6 +192,7 @@ def test_scores_beyond_the_range_of_half_precision(algorithm, custom, device):
 # ---- shapes
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_causal
@@ -204,6 +214,7 @@ def test_three_dimensions_with_padding_and_noise(custom, device):
     check(flat, grad_o.flatten(0, 1), custom=custom, causal=True, **options)
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @by_dtype
@@ -221,6 +232,7 @@ def test_output_layout(layout, dtype, algorithm, custom, device):
         assert out[f"grad {name}"].dtype == dtype
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @by_causal
@@ -245,6 +257,7 @@ def test_empty(shape, causal, algorithm, custom, device):
         assert torch.equal(out[f"grad {name}"], torch.zeros_like(x))
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @pytest.mark.parametrize("option", ["normalize=True", "normalize=token", "sinusoidal", "noise", "key padding"])
@@ -280,6 +293,7 @@ def test_no_keys(algorithm, custom, device):
     assert torch.equal(out["grad q"], torch.zeros_like(inputs["q"]))
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @by_layout
@@ -297,6 +311,7 @@ def test_inputs_are_never_written(layout, algorithm, custom, device):
 # ---- key padding mask
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @by_causal
@@ -333,6 +348,7 @@ def test_large_values_of_masked_keys_do_not_overflow(custom):
         assert torch.equal(actual, expected), name
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @by_causal
@@ -355,6 +371,7 @@ def test_fully_masked_rows(p, causal, algorithm, custom, device):
         assert torch.equal(out[f"grad {name}"][1, :, :7], torch.zeros_like(inputs[name][1, :, :7]))
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @pytest.mark.parametrize("layout", ["sliced", "every other column", "transposed", "expanded"])
@@ -384,6 +401,7 @@ def test_masks_of_any_strides(layout, algorithm, custom, device):
 # ---- normalize
 
 
+@in_turn("custom")
 @by_gradient
 @by_dtype
 @pytest.mark.parametrize("normalize", [True, "sequence", "token"])
@@ -474,6 +492,7 @@ def test_no_gradient_flows_to_the_noise(custom, device):
 # ---- relative positions
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_dtype
@@ -484,6 +503,7 @@ def test_rpe_tensor(algorithm, dtype, causal, custom, device):
     check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, temperature=1.5)
 
 
+@in_turn("custom")
 @by_gradient
 @by_order
 @pytest.mark.parametrize("option", ["defaults", "p=1 coefficients", "key padding", "noise", "normalize=token"])
@@ -504,6 +524,7 @@ def test_rpe_tensor_at_small_sizes(shape, custom, device):
     check(inputs, grad_o, custom=custom, temperature=3.0)
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @by_causal
@@ -524,6 +545,7 @@ def test_sinusoidal_equals_its_matrix(shape, d, causal, algorithm, custom, devic
 # ---- the choice of algorithm
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_order

@@ -185,7 +185,7 @@ def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
 
 
 def fastmax_attention_of_two(q, k, v):
-    """As if the state were not carried on."""
+    """Attention that wrongly drops the state of earlier tokens."""
     halves = ([x[:, :, part] for x in (q, k, v)] for part in (slice(0, 20), slice(20, None)))
     return torch.cat([fastmax.fastmax_attention(*x, causal=True, temperature=q.shape[3] ** 0.5) for x in halves], dim=2)
 
@@ -202,7 +202,7 @@ def test_gradient_of_decays_is_checked(measure, monkeypatch):
 
 
 def peer(of_score, normalize: bool = True, gamma: bool = False):
-    """What the peers' kernels compute, on their (b, n, h, d)."""
+    """Computes the result of the peers' kernels, in their layout (b, n, h, d)."""
 
     def call(q, k, v, **options):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

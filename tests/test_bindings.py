@@ -32,7 +32,7 @@ REFUSED = (ValueError, TypeError, RuntimeError)
 
 
 def arguments(operator, device):
-    """By name, in the order of the schema, all of them valid."""
+    """Returns valid arguments by name, in the order of the schema."""
 
     def tensor(*shape, dtype=torch.float32):
         return torch.rand(shape, device=device).to(dtype)
@@ -121,7 +121,7 @@ def halves(x):
 
 
 def swapped(x):
-    """As many numbers, in another shape."""
+    """Returns as many numbers in another shape."""
     return x.transpose(-1, -2).contiguous()
 
 

@@ -12,6 +12,7 @@ from common import (
     by_causal,
     compare,
     definition,
+    in_turn,
     make_decay,
     make_inputs,
     make_options,
@@ -178,7 +179,7 @@ def test_definitions_at_minus_infinity_are_the_limit(exact_window, softmax):
 
 @pytest.mark.parametrize("score", [300.0, -300.0])
 def test_definition_with_large_scores_in_the_exact_window(score):
-    """In float32 exp(300) is infinite and exp(-300) is 0."""
+    """exp(300) is infinite in float32, and exp(-300) is 0."""
     case = Case("", n=20, h=1, d=1, dv=2)
     inputs, grad_o = make_inputs(case, torch.float32)
     inputs |= {"q": torch.ones_like(inputs["q"]), "k": torch.full_like(inputs["k"], score)}
@@ -187,3 +188,25 @@ def test_definition_with_large_scores_in_the_exact_window(score):
     expected = score + torch.arange(1.0, 21.0).log()
     torch.testing.assert_close(actual["lse"], expected.expand(1, 1, -1))
     assert all(x.isfinite().all() for x in actual.values())
+
+
+def test_parameters_in_turn_keep_all_pairs(monkeypatch):
+    """On a CPU. Where there is a CUDA device, every combination stays."""
+    sizes = {"a": 2, "b": 3, "c": 4}
+
+    def decorated():
+        def test(a, b, c):
+            pass
+
+        for name, count in sizes.items():
+            test = pytest.mark.parametrize(name, range(count))(test)
+        return in_turn("a")(test).pytestmark
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert len(decorated()) == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (mark,) = decorated()
+    rows = [dict(zip(mark.args[0].split(", "), row.values, strict=True)) for row in mark.args[1]]
+    assert len(rows) == 12 and len({row.id for row in mark.args[1]}) == 12
+    for x, y in (("a", "b"), ("a", "c"), ("b", "c")):
+        assert len({(row[x], row[y]) for row in rows}) == sizes[x] * sizes[y]

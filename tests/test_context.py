@@ -388,7 +388,7 @@ def test_options_of_the_layer_are_compared(layout, options, changed, message):
 
 
 def check_exchanges(group, options, layout, is_padded):
-    """How often ranks exchange arguments in a forward of a layer; its backward does not."""
+    """Checks how often ranks compare arguments in a forward of a layer. The backward compares none."""
     parallel = parallelize_module(make_layer(options), mesh_of(group), ContextParallel(layout))
     x = torch.randn(1, own_tokens(parallel.context, N).numel(), 32, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(x.shape[:2], dtype=torch.bool) if is_padded else None

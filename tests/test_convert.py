@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def make(**options) -> Model:
-    """With weights large enough that scores matter."""
+    """Returns a model with weights so large that scores matter."""
     torch.manual_seed(0)
     model = Model(**options)
     with torch.no_grad():
@@ -244,6 +244,19 @@ def test_transfer_makes_the_error_smaller_and_touches_nothing_else(swapped, of):
     assert not model.embedding.weight.requires_grad and model.head.weight.requires_grad
     assert (model.head.weight.grad == 1).all() and all(x.grad is None for x in teacher.parameters())
     assert not any(module._forward_hooks for module in teacher.modules())
+
+
+def test_the_teacher_runs_in_eval_mode():
+    """Its dropout changes no error; afterwards each of its modules is in the mode that it had."""
+    model, x = make(**PARTS), tokens()
+    teacher = copy.deepcopy(model)
+    convert.swap(model, exact_window=WINDOW)
+    expected = convert.attention_errors(model, teacher, [x])
+    teacher.embedding = nn.Sequential(teacher.embedding, nn.Dropout(0.5))
+    teacher.head.eval()
+    modes = [module.training for module in teacher.modules()]
+    assert convert.attention_errors(model, teacher, [x]) == expected
+    assert [module.training for module in teacher.modules()] == modes
 
 
 def test_the_error_is_that_of_outputs_for_the_same_input(swapped):

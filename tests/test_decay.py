@@ -21,6 +21,7 @@ from common import (
     compare,
     definition,
     dtype_id,
+    in_turn,
     make_decay,
     make_inputs,
     make_odd_decay,
@@ -124,6 +125,7 @@ def test_every_decay_in_float64(algorithm, p, custom, decay, device):
     assert not actual["grad log_decay"][inputs["log_decay"].isinf()].any()
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("size", SIZES)
 @by_gradient
 @by_algorithm
@@ -145,6 +147,7 @@ OPTIONS = (
 )
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("option", OPTIONS)
 @by_gradient
 @by_algorithm
@@ -153,6 +156,17 @@ def test_options_in_float64(algorithm, custom, option, device):
     options = make_options(option, SMALL, torch.float64, device)
     attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
     assert_equals_definition(attention, partial(definition, causal=True, return_lse=True), inputs, grads, **options)
+
+
+@by_gradient
+@by_algorithm
+def test_resets_before_the_queries(algorithm, custom, device):
+    """A reset among the keys before all queries hides the earlier ones."""
+    inputs, grads = make(SMALL, "ordinary", torch.float64, device)
+    before = SMALL.m - SMALL.n
+    inputs["log_decay"][:, 0, before - 3] = inputs["log_decay"][:, 1, before] = -math.inf
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    assert_equals_definition(attention, partial(definition, causal=True, return_lse=True), inputs, grads)
 
 
 @by_gradient
@@ -177,6 +191,7 @@ def test_queries_without_keys(custom, device):
         assert actual["lse"][0].isneginf().all() and not actual["o"][0].any() and not actual["grad log_decay"][0].any()
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @by_order
 @by_gradient
@@ -230,15 +245,13 @@ def test_no_decay_is_no_decay(attention, custom, device):
 
 
 @by_gradient
-@by_algorithm
-@pytest.mark.parametrize("flash", [False, True], ids=["fastmax", "flash"])
-def test_minus_infinity_starts_anew(flash, algorithm, custom, device):
+@pytest.mark.parametrize("attention", ["quadratic", "linear", "flash"])
+def test_minus_infinity_starts_anew(attention, custom, device):
     """Tokens before -inf might as well be gone; their gradients are 0."""
-    if flash and algorithm == "linear":
-        pytest.skip("softmax has one algorithm")
     inputs, grads = make(Case("", n=60, h=2, hk=1, d=8), "ordinary", torch.float64, device)
     inputs["log_decay"][:, :, 23] = -math.inf
-    attention = partial(flash_with_lse if flash else partial(with_lse, algorithm=algorithm), use_custom_gradient=custom)
+    attention = flash_with_lse if attention == "flash" else partial(with_lse, algorithm=attention)
+    attention = partial(attention, use_custom_gradient=custom)
     whole = run(attention, inputs, grads)
     for rows in (slice(0, 23), slice(23, 60)):
         part = {name: x[:, :, rows] for name, x in inputs.items()}
@@ -318,6 +331,7 @@ def test_a_million_tokens_lose_no_digits(decay):
 # ---- shapes, dtypes and strides of log_decay
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @pytest.mark.parametrize("layout", ["expanded over heads", "expanded over tokens", "token-major", "sliced"])
@@ -338,6 +352,7 @@ def test_strides(layout, algorithm, custom, device):
     compare(run(flash, inputs, grads), run(flash, inputs | {"log_decay": inputs["log_decay"].contiguous()}, grads))
 
 
+@in_turn("custom")
 @by_gradient
 @pytest.mark.parametrize("decay_dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
@@ -499,6 +514,7 @@ REFUSED = {
 }
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("attention", [fastmax_attention, flash_attention], ids=["fastmax", "flash"])
 @by_gradient
@@ -572,6 +588,7 @@ def assert_same_but_for_nan(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@in_turn("custom")
 @by_gradient
 @pytest.mark.parametrize("option", ["plain", "key padding", "packed", "fewer queries"])
 @pytest.mark.parametrize("window", [0, 9])
@@ -650,6 +667,7 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
             assert torch.equal(x, expected[name]), name
 
 
+@in_turn("flush_interval")
 @pytest.mark.parametrize("form", ["step", "step, recorded", "step_", "step_ and prefill", "prefill in parts"])
 @pytest.mark.parametrize("flush_interval", [1, 8])
 @pytest.mark.parametrize("window, padding", [(0, False), (5, True), (30, False)])

@@ -225,7 +225,7 @@ def test_packed_sequences(algorithm, mode, precision):  # noqa: F811
 @by_mode
 @by_algorithm
 def test_zero_bounds_change_nothing(algorithm, mode):
-    """To the bit: Python always passes bounds with a decay."""
+    """Results are equal bit for bit. Python always passes bounds with a decay."""
     none = torch.zeros(2, 2, 200, dtype=torch.int32, device=DEVICE)
     for problem in (of_fastmax(mode, algorithm, 200), of_softmax(mode, 200)):
         without, given = run(problem), run(problem.replace(first=none))

@@ -62,7 +62,7 @@ def test_copies(copied):
     "change, message", [({"window": torch.zeros(3)}, "window"), ({"lim": None}, "lim")], ids=["more", "less"]
 )
 def test_a_file_of_another_version_is_refused(change, message):
-    """What a later version saved beside the sums would be missing from the result."""
+    """Fields that a later version saved would be missing from the result."""
     saved = a_state()[0].__getstate__() | change
     saved = {name: value for name, value in saved.items() if value is not None or name not in change}
     with pytest.raises(TypeError, match=message):
@@ -92,7 +92,7 @@ def test_to_cuda_and_back():
 
 @pytest.mark.parametrize("to", [lambda x, t: x.to(t), lambda x, t: x.to(dtype=t), lambda x, t: x.to("cpu", t)], ids=range(3))
 def test_to_dtype(to, device):
-    """Of the tokens to come: sums that are wide enough stay as they are."""
+    """The dtype is that of later tokens: sums that are wide enough stay as they are."""
     state, rest = a_state(device, torch.float32, "coefficients")
     half = to(state, torch.bfloat16).to(device)
     assert_same_states(half, state)

@@ -16,6 +16,7 @@ from common import (
     definition,
     dtype_id,
     exactly,
+    in_turn,
     make_decay,
     make_inputs,
     torch_warns,
@@ -75,6 +76,7 @@ def assert_splits_equal_one_call(case, window, sizes, device, in_place=False, pa
 # ---- against one call
 
 
+@in_turn("p")
 @by_order
 @pytest.mark.parametrize("window", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 10 * CHUNK])
 @pytest.mark.parametrize("sizes", [(CHUNK + 3, 1, CHUNK, 1, 1), (1, 3, 2 * CHUNK)], ids=str)
@@ -171,7 +173,7 @@ def test_constant_size(device):
     _, state = fastmax.decoding.prefill(*inputs.values(), start)
     _, after = fastmax.decoding.step(*first_token(inputs), state)
     for x in (start, state, after):
-        assert {name: tuple(tensor.shape) for name, tensor in x.tensors().items() if "local" in name} == shapes
+        assert {name: tuple(tensor.shape) for name, tensor in x.tensors().items() if name.startswith("local_")} == shapes
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in x.tensors().values()), "nothing beside it"
         assert x.nbytes == start.nbytes
 
@@ -325,7 +327,7 @@ def test_on_the_kernels(window, dtype, p):
 
 
 def check_within_contract(case, sizes, window, dtype, p, **of_state):
-    """In pieces on the kernels, those of one token in place, with padding and decays of all kinds."""
+    """Checks pieces on the kernels, pieces of one token in place, with padding and decays of all kinds."""
     inputs, _ = make_inputs(case, dtype, "cuda")
     given = accompany(case, "cuda", True, "-inf at places")
     given["log_decay"] = given["log_decay"].float()

@@ -42,7 +42,7 @@ def ranks(tmp_path_factory):
 
 
 def together(results: list[dict], layout: Layout) -> dict[str, torch.Tensor]:
-    """Of all tokens, from those of each rank."""
+    """Returns the results of all tokens from those of each rank."""
     order = torch.cat([torch.arange(part.start, part.stop) for rank in range(layout.world) for part in layout.of(rank)])
     return {name: torch.cat([x[name] for x in results], dim=2)[:, :, order.argsort()] for name in results[0]}
 

@@ -39,7 +39,7 @@ def ranks(tmp_path_factory):
 
 
 def gpu() -> torch.device:
-    """Of this rank."""
+    """Returns the GPU of this rank."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -156,7 +156,7 @@ def messages() -> str:
 
 
 def test_messages_of_troubleshooting_are_those_of_the_sources():
-    """What stands in double quotes outside code; ... stands for a value."""
+    """Messages are the texts in double quotes outside code; ... stands for a value."""
     prose = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.DOTALL)
     quotes, known = re.findall(r'"([^"]+)"', prose), messages()
     assert len(quotes) > 30
@@ -182,7 +182,7 @@ def test_docstrings_keep_their_formulas_on_the_site():
 
 
 def public_names() -> set[str]:
-    """As `fastmax.name` and `fastmax.module.name`."""
+    """Returns the public names as `fastmax.name` and `fastmax.module.name`."""
     modules = {"convert", "decoding", "distributed", "softmax"}
     names = {f"fastmax.{name}" for name in fastmax.__all__ if name not in {*modules, "integrations"}}
     return names | {f"fastmax.{module}.{x}" for module in modules for x in getattr(fastmax, module).__all__}

@@ -21,6 +21,7 @@ from common import (
     compare,
     definition,
     dtype_id,
+    in_turn,
     make_decay,
     make_inputs,
     make_options,
@@ -69,6 +70,7 @@ OPTIONS = ("temperature", "coefficients", "p=1", "p=1 coefficients", "no constan
            "noise", "sinusoidal", "everything")  # fmt: skip
 
 
+@in_turn("causal")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("decay", [False, True], ids=["plain", "decay"])
 @by_causal
@@ -110,6 +112,7 @@ def test_queries_without_near_or_far_or_any_keys(algorithm, custom, causal, devi
     assert actual["lse"][0].isneginf().all() and actual["lse"][1].isfinite().any()
 
 
+@in_turn("p, custom")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @by_causal
 @pytest.mark.parametrize("p, custom", [(1, True), (2, True), (2, False)], ids=["p1-custom", "p2-custom", "p2-autograd"])
@@ -119,6 +122,7 @@ def test_dtypes(algorithm, p, custom, causal, dtype, device):
     Expected(inputs, grad_o, causal=causal, p=p, exact_window=50).check(custom=custom, algorithm=algorithm)
 
 
+@in_turn("custom")
 @by_causal
 @by_gradient
 @by_algorithm
@@ -129,6 +133,7 @@ def test_no_window_changes_no_bit(algorithm, custom, causal, device):
     assert all(torch.equal(x, plain[name]) for name, x in run(attention, inputs, grads, exact_window=0).items())
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("window", [SMALL.m, 10**6])
 @by_causal
 @by_gradient
@@ -155,6 +160,7 @@ SCORES = {
 }
 
 
+@in_turn("dtype")
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=dtype_id)
 @by_causal
@@ -231,7 +237,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
 @by_gradient
 @by_algorithm
 def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
-    """Of one token. Where the near keys are hidden, what it leaves of the far ones is all that there is, however little."""
+    """One token decays strongly. Where local keys are hidden, its small rest of the global keys is the whole sum."""
     inputs, grads = make(Case("", n=40, m=43, h=2, hk=1, d=3), torch.float64, device)
     token = torch.arange(43, device=device)
     inputs["log_decay"] = torch.where(token == 24, decay, -0.05).double().expand(1, 1, 43)
@@ -270,7 +276,7 @@ def test_float32_loses_no_digits_to_a_long_decay(device):
 
 
 def test_rounding_does_not_flow_to_tokens_long_before():
-    """In PyTorch operations: a thousand earlier tokens get the difference of sums by query and by key, which are the same."""
+    """A thousand earlier tokens get the difference of two equal sums, by query and by key, whose rounding must cancel."""
     inputs, grads = make(Case("", n=59, m=1100, b=3, h=1, d=32))
     inputs["log_decay"] = make_decay("ordinary", 3, 1, 1100)
     options = {"causal": True, "exact_window": 3, "temperature": 6.6}
@@ -283,6 +289,7 @@ def test_rounding_does_not_flow_to_tokens_long_before():
 # ---- what is asked of one of the outputs alone, and of how tensors lie
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("output", [0, 1], ids=["o", "lse"])
 @by_causal
 @by_gradient
@@ -302,7 +309,7 @@ def test_gradient_of_one_output(algorithm, custom, causal, output, device):
 @pytest.mark.parametrize("layout", ["token-major", "packed qkv", "transposed"])
 @by_causal
 def test_any_strides(causal, layout, device):
-    """Of q, k and v, and of gradients that are expanded or turned: as if all were contiguous."""
+    """Strides of q, k, v and of the incoming gradients do not matter."""
     inputs, _ = make_inputs(Case("", n=30, b=2, h=2, d=8), device=device, layout=layout)
     attention = partial(with_lse, causal=causal, exact_window=6)
     dense = {name: x.contiguous() for name, x in inputs.items()}

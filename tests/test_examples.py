@@ -48,7 +48,7 @@ def run(script: str, *arguments: object, status: int = 0, names: dict | None = N
 
 
 def run_alone(*command: object) -> str:
-    """What `python command...` prints, in a process of its own as a user runs it."""
+    """Returns what `python command...` prints, in a process of its own as a user runs it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     arguments = [sys.executable, *map(str, command)]
@@ -223,9 +223,12 @@ def test_toggle_gradient(monkeypatch, wrong):
     assert {name for name, error in errors.items() if float(error) > 1e-5} == ({"grad of q"} if wrong else set())
 
 
-def test_verify_passes_every_configuration(capsys):
+def test_verify_passes_configurations(monkeypatch, capsys):
+    """Every fifth of the table, so that each kind is among them; `.ci/run` checks them all."""
+    cases = verify.cases()[::5]
+    monkeypatch.setattr(verify, "cases", lambda: cases)
     assert verify.main(["--device", "cpu"]) == 0
-    printed, count = capsys.readouterr().out, len(verify.cases())
+    printed, count = capsys.readouterr().out, len(cases)
     assert f"{count} of {count} configurations within the limit" in printed and "FAILED" not in printed
 
 

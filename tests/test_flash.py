@@ -24,6 +24,7 @@ from common import (
     check_operator,
     compare,
     dtype_id,
+    in_turn,
     make_inputs,
     run,
     torch_warns,
@@ -90,7 +91,7 @@ def softmax_definition(q, k, v, *, causal=False, scale=None, attention_mask=None
 
 
 class ExpectedFlash(Expected):
-    """With the gradient of the log-sum-exp too."""
+    """Expected results of softmax attention, the gradient of the log-sum-exp among them."""
 
     definition = staticmethod(softmax_definition)
 
@@ -154,6 +155,7 @@ def test_sizes(case, causal, custom, device):
     expected(case, torch.float32, device, causal).check(custom=custom)
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_padding
@@ -162,6 +164,7 @@ def test_dtypes(dtype, padding, causal, custom, device):
     expected(TILES, dtype, device, causal, padding).check(custom=custom)
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @pytest.mark.parametrize("scale", [1.0, 0.1, 7, 1e-6])
@@ -169,6 +172,7 @@ def test_scale(scale, causal, custom, device):
     expected(SMALL, torch.float32, device, causal, True, scale).check(custom=custom)
 
 
+@in_turn("custom")
 @by_layout
 @by_causal
 @by_gradient
@@ -177,6 +181,7 @@ def test_strides(layout, causal, custom, device):
     check(inputs, grads, custom=custom, causal=causal)
 
 
+@in_turn("custom")
 @by_gradient
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("case", [SMALL, SQUARE, TILES], ids=lambda case: case.name)
@@ -196,6 +201,7 @@ def test_against_pytorch(causal, case, dtype, custom, device):
         assert relative(ours[name], x.double()) <= (1e-2 if dtype == torch.bfloat16 else 2e-6), name
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_dtype
@@ -213,6 +219,7 @@ def test_large_scores(dtype, causal, custom, device):
         assert relative(actual[name][~infinite], x[~infinite]) <= (1e-12 if dtype == torch.float64 else 1e-2), name
 
 
+@in_turn("custom")
 @by_gradient
 @pytest.mark.parametrize("direction", [1.0, -1.0], ids=["rising", "falling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
@@ -237,7 +244,7 @@ def test_log_sum_exp_is_not_rounded_to_half_precision(dtype, device):
 
 @by_gradient
 def test_attention_to_parts_of_the_keys_joins_by_the_log_sum_exp(custom, device):
-    """What sequence-parallel attention does, through both outputs and their gradients."""
+    """Sequence-parallel attention needs this, through both outputs and their gradients."""
     inputs, (grad_o, _), _ = make(SMALL, torch.float64, device)
     attention = partial(with_lse, use_custom_gradient=custom)
 
@@ -254,6 +261,7 @@ def test_attention_to_parts_of_the_keys_joins_by_the_log_sum_exp(custom, device)
 # ---- shapes
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_padding
@@ -266,6 +274,7 @@ def test_three_dimensions(padding, causal, custom, device):
     torch.testing.assert_close((out["o"], out["lse"]), tuple(x.flatten(0, 1) for x in whole))
 
 
+@in_turn("custom")
 @by_gradient
 @by_dtype
 @pytest.mark.parametrize("layout", ["contiguous", "packed qkv", "token-major"])
@@ -283,6 +292,7 @@ def test_outputs(layout, dtype, custom, device):
     assert isinstance(alone, torch.Tensor) and torch.equal(alone, o)
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @pytest.mark.parametrize(
@@ -372,6 +382,7 @@ def finite_lse(*leaves, **options):
     return o, torch.where(lse.isinf(), 0.0, lse)
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_padding
@@ -559,7 +570,7 @@ def test_autocast(dtype, custom, device):
 
 @by_causal
 def test_autocast_around_the_backward(causal, device):
-    """As where a whole training step stands inside autocast."""
+    """A whole training step may stand inside autocast."""
     inputs, grads, options = make(TILES, torch.bfloat16, device, padding=True)
     expected = run(with_lse, inputs, grads, causal=causal, **options)
     with torch.autocast(device.type, torch.bfloat16):
@@ -861,7 +872,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("change, message", UNSAFE.values(), ids=UNSAFE)
     def test_unsafe_operands_are_refused(self, change, message):
-        """By the operators themselves, which anyone may call without `flash_attention`."""
+        """The operators refuse them, since they may be called without `flash_attention`."""
         x = change(safe_operands())
         with pytest.raises(RuntimeError, match=message):
             torch.ops.fastmax.flash_forward(

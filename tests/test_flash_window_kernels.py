@@ -143,7 +143,7 @@ def test_against_float64(case, mode, precision):  # noqa: F811
 @by_mode
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_a_window_that_hides_nothing_is_none(causal, mode, precision):  # noqa: F811
-    """To the bit; one token narrower runs the other kernels, and hides one pair."""
+    """Results are equal bit for bit. A window one token narrower runs the other kernels, and hides one pair."""
     case = Case(200, 217, -1, -1, causal=causal, mask=True)
     arguments, grads = operands(case, mode)
     expected = both(arguments, grads)

@@ -29,7 +29,7 @@ def count(function) -> int:
 
 
 def both(attention, inputs, **options) -> tuple[int, int]:
-    """Of the forward, and of the backward that autograd runs."""
+    """Returns the flop of the forward and of the backward that autograd runs."""
     outputs = []
     forward = count(lambda: outputs.append(attention(*inputs, **options)))
     return forward, count(lambda: torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs]))

@@ -29,7 +29,7 @@ def operands(device, dtype=torch.float32, b=2, h=4, hk=2, n=70, m=90, d=24, dv=1
 
 
 def tokens_of(tensors, mask=False, decay=False, first=False):
-    """What accompanies the tokens."""
+    """Returns the tensors that accompany the tokens."""
     (b, _, n, _), (hk, m), device = tensors[0].shape, tensors[1].shape[1:3], tensors[0].device
     kept = (torch.arange(m, device=device) % 5 != 1).expand(b, m).contiguous() if mask else None
     if mask:
@@ -40,7 +40,7 @@ def tokens_of(tensors, mask=False, decay=False, first=False):
 
 
 def by_parts(tensors, near, of_output, grads, tokens, p, algorithm):
-    """What the operators are to leave, by those that join nothing."""
+    """Returns the expected results of the operators, computed by those that merge nothing in place."""
     mask, log_decay, first = tokens
     call = (mask, None, None, log_decay, first, None, *SCORE, p, True, 0.0, algorithm, False)
     o_global, z_global = torch.ops.fastmax.forward(*tensors, *call)

@@ -14,6 +14,7 @@ from common import (
     by_gradient,
     by_option,
     by_order,
+    in_turn,
     make_inputs,
     make_options,
     run,
@@ -30,16 +31,18 @@ def tiny_leaves(device):
     return tuple(x.requires_grad_() for x in inputs.values())
 
 
+@in_turn("causal")
 @by_algorithm
-@by_gradient
 @by_causal
 @by_option
-def test_gradcheck(option, causal, custom, algorithm, device):
+def test_gradcheck(option, causal, algorithm, device):
+    """Checks the custom gradient; `test_custom_equals_autograd` compares the other one with it."""
     options = make_options(option, TINY, torch.float64, device)
-    attention = partial(fastmax_attention, causal=causal, use_custom_gradient=custom, algorithm=algorithm, **options)
+    attention = partial(fastmax_attention, causal=causal, algorithm=algorithm, **options)
     assert gradcheck(attention, tiny_leaves(device))
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @by_order
@@ -52,6 +55,7 @@ def test_gradcheck_rpe_tensor(p, causal, custom, device):
     assert gradcheck(attention, (*tiny_leaves(device), rpe))
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_order
@@ -62,6 +66,7 @@ def test_gradcheck_across_chunks(p, custom, algorithm, device):
     assert gradcheck(attention, tuple(x.requires_grad_() for x in inputs.values()), fast_mode=True)
 
 
+@in_turn("causal")
 @by_algorithm
 @by_causal
 @pytest.mark.parametrize(
@@ -182,7 +187,7 @@ def test_torch_func_through_the_custom_gradient_is_refused(transform, normalize,
 
 @by_gradient
 def test_vmap_and_constants_under_transforms(custom, device):
-    """What needs no derivative by a transform runs, and autograd outside of vmap goes through it."""
+    """Calls without a derivative by a transform run, and autograd outside of vmap goes through them."""
     q, k, v = (x.detach() for x in tiny_leaves(device))
     batch = torch.stack([q, 2.0 * q]).requires_grad_()
 
@@ -226,6 +231,7 @@ def test_custom_equals_autograd_for_drawn_noise(device):
         torch.testing.assert_close(x, outputs[1][name])
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])

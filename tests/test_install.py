@@ -17,7 +17,7 @@ LOOK = "import site, sys; site.addsitedir(sys.argv[1]); import fastmax, {0}; pri
 
 @pytest.fixture
 def clone(tmp_path):
-    """What an install reads, with a package that takes no time to import, in a folder called as git calls it."""
+    """Makes a folder, named as git names it, with the files that an install reads and a package that imports fast."""
     clone = tmp_path / "fastmax"
     (clone / "fastmax").mkdir(parents=True)
     (clone / "fastmax/__init__.py").write_text("fastmax_attention = 'the function'\n")

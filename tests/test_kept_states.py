@@ -56,7 +56,7 @@ def backward(given, o, z, grads, whole):
 
 
 def in_one_piece(given, grads):
-    """In float64."""
+    """Returns the results of one call in float64."""
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
     o, z, *state = operator(wide)
     of = [x.double() for x in grads.values()]
@@ -193,7 +193,7 @@ def test_what_was_kept_of_other_tokens_is_refused():
 
 
 def test_more_than_four_and_a_half_gib_is_not_kept():
-    """Of heads of 128 channels, 65536 tokens of 32 take 4.8 GB in bf16."""
+    """32 heads of 128 channels and 65536 tokens take 4.8 GB in bf16."""
     for heads, is_saved in ((32, True), (36, False)):
         k = torch.zeros(1, heads, 65_536, 128, dtype=torch.bfloat16, device=DEVICE)
         *_, saved = OPERATORS.state_of_keys(k, k, None, None, None, 0.125, 1.0, 1.0, 0.5, 2, False, True)

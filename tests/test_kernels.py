@@ -336,7 +336,7 @@ def test_states_beyond_832_mib_run_in_phases(b, h, n):
 
 @pytest.mark.parametrize("b, h, hk, n, m", [(16, 32, 16, 2048, 2100), (1, 800, 400, 1100, 1150)], ids=["batch", "heads"])
 def test_phases_of_grouped_heads_with_mask_and_noise(b, h, hk, n, m):
-    """What accompanies the tensors is cut as they are."""
+    """Tensors that accompany q, k and v are cut as they are."""
     q, grad_o, noise = (torch.randn(b, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     k, v = (torch.randn(b, hk, m, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     mask = torch.rand(b, m, device=DEVICE) > 0.3
@@ -353,7 +353,7 @@ def test_phases_of_grouped_heads_with_mask_and_noise(b, h, hk, n, m):
 @by_algorithm
 @pytest.mark.parametrize("layout", verify.LAYOUTS)
 def test_operands_are_not_written(layout, algorithm, mode, precision):
-    """What is aligned is read where it lies, so a kernel could."""
+    """Kernels read aligned operands without a copy, so they could write to them."""
     arguments, grad_o = operands(size("", 300, h=4, mask=True, noise=True, layout=layout), mode, algorithm)
     o, z = torch.ops.fastmax.forward(*arguments)
     given = [grad_o, o, z, *(x for x in arguments if isinstance(x, torch.Tensor))]
@@ -421,7 +421,7 @@ UNSAFE_FASTMAX = UNSAFE | {
 
 
 def safe_operands():
-    """What UNSAFE changes."""
+    """Returns valid operands, which UNSAFE changes."""
     tensors = {
         name: torch.randn(2, heads, 50, 64, device=DEVICE, dtype=torch.bfloat16)
         for name, heads in zip("qkv", (4, 2, 2), strict=True)
@@ -431,7 +431,7 @@ def safe_operands():
 
 @pytest.mark.parametrize("change, message", UNSAFE_FASTMAX.values(), ids=UNSAFE_FASTMAX)
 def test_unsafe_operands_are_refused(change, message):
-    """By the operators themselves, which anyone may call without `fastmax_attention`."""
+    """The operators refuse them, since they may be called without `fastmax_attention`."""
     x = change(safe_operands() | {"noise": None, "algorithm": "quadratic"})
     score = (0.1, 1.0, 1.0, 0.5, 2)
     with pytest.raises(RuntimeError, match=message):

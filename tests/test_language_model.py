@@ -315,7 +315,7 @@ def test_bpe_writes_any_text():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """Of a tiny model of bytes with fastmax, and of a hybrid with BPE tokens."""
+    """Returns checkpoints of a tiny model of bytes with fastmax, and of a hybrid with BPE tokens."""
     pytest.importorskip("tokenizers")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
@@ -330,7 +330,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 
 def loaded(model, device: str = "cpu", dtype: torch.dtype = torch.float64):
-    """As from its checkpoint."""
+    """Returns the model loaded from its checkpoint."""
     import generate
 
     return generate.load_model({"config": asdict(model.config), "model": model.state_dict()}, device, dtype)

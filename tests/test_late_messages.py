@@ -19,7 +19,7 @@ def ranks(tmp_path_factory):
 
 
 def start(group, kind: str, x: torch.Tensor) -> communication.Pending:
-    """Of x (ranks, 5)."""
+    """Starts a collective that sends x (ranks, 5)."""
     rank, world = group.rank(), group.size()
     if kind == "all_gather":
         return communication.all_gather("x", x, group)
@@ -34,7 +34,7 @@ def start(group, kind: str, x: torch.Tensor) -> communication.Pending:
 
 
 def exchanged(group, kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What was there before it came, what came, and what was sent."""
+    """Returns the result before the message arrives, the result after it, and the tensor that was sent."""
     x = group.rank() + torch.arange(group.size() * 5.0, device=device).view(-1, 5) / 100
     pending = start(group, kind, x)
     before = pending._result.clone()

@@ -31,7 +31,7 @@ INTEGRATION = "assert fastmax.integrations.transformers.configure.__module__ == 
 
 
 def test_a_module_is_imported_by_its_attribute():
-    """Not before, as that takes seconds; and the integration says what it needs."""
+    """Modules are not imported earlier, which takes seconds. The integration says what it needs."""
     code = CODE + (INTEGRATION if importlib.util.find_spec("transformers") else "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -231,7 +231,7 @@ def test_variants_of_one_seed_see_the_same_windows(text):
 
 
 def test_warm_up_at_equal_time_is_a_share_of_it():
-    """In steps it would be half of the training for the slowest variant."""
+    """A warm-up counted in steps would be half of the training of the slowest variant."""
     recipe = equal_time.LONG.recipe(runner.Place(CPU, Path(), False, False))
     assert recipe.seconds == equal_time.SECONDS
     rates = [language.training.learning_rate(recipe, step, 0.05) for step in (3, 60)]
@@ -294,7 +294,7 @@ def test_layer_of_another_library(monkeypatch):
 
 @pytest.mark.parametrize("name", ["softmax", "softmax_parts"])
 def test_softmax_of_pytorch_is_that_of_the_layer(name):
-    """With the same weights."""
+    """Both layers have the same weights."""
     ours, theirs = variants.VARIANTS[name], variants.VARIANTS[f"{name}_sdpa"]
     ours = replace(ours, parts=theirs.parts, as_large_as="")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}

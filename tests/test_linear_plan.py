@@ -239,7 +239,7 @@ def test_states_that_are_kept(plan):
 def test_random_calls(plan):
     random.seed(5)
     calls = []
-    for _ in range(300):
+    for _ in range(150):
         hk, n = random.choice([1, 2, 3, 7, 16, 33, 100]), int(2 ** random.uniform(0, 17))
         calls.append(
             Call(

@@ -20,6 +20,7 @@ from common import (
     compare,
     definition,
     dtype_id,
+    in_turn,
     make_decay,
     make_inputs,
     make_options,
@@ -61,6 +62,7 @@ def make(case, dtype=torch.float32, device="cpu"):
 OPTIONS = ("defaults", "p=1", "temperature", "coefficients", "normalize=sequence", "noise", "sinusoidal", "everything")
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("option", OPTIONS)
 @by_causal
 @by_gradient
@@ -79,6 +81,7 @@ def test_log_of_the_sums_with_an_rpe_tensor(custom, device):
     assert_equals_definition(partial(with_lse, use_custom_gradient=custom), reference, inputs, grads)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @by_gradient
 @by_algorithm
@@ -97,6 +100,7 @@ def test_the_log_is_not_rounded_to_half_precision(algorithm, custom, device):
     assert relative(lse, reference(**{name: x.double() for name, x in inputs.items()})[1]) <= 1e-5
 
 
+@in_turn("custom")
 @by_gradient
 @by_algorithm
 @pytest.mark.parametrize("index", [0, 1], ids=["o", "lse"])
@@ -182,6 +186,7 @@ def merged_slices(attention, bounds, q, k, v):
     return merge_attention(*zip(*parts, strict=True))
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("bounds", SPLITS.values(), ids=SPLITS)
 @by_attention
 @by_gradient
@@ -193,6 +198,7 @@ def test_slices_of_the_keys(custom, attention, bounds, device):
     assert_equals_definition(partial(merged_slices, attention, bounds), attention, inputs, grads, tolerance=1e-11)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("decay", [False, True], ids=["plain", "decay"])
 @by_attention
@@ -230,7 +236,7 @@ def test_queries_without_keys_in_any_part(device):
 
 
 def test_polynomial_and_softmax_merge_to_an_exact_window(device):
-    """What `exact_window` is made of: the last 7 keys by exp, those before by the polynomial."""
+    """The last 7 keys are weighed by exp, those before by the polynomial."""
     inputs, grads = make(Case("", n=30, h=2, hk=1, d=4), torch.float64, device)
 
     def merged(q, k, v):

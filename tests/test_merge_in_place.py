@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from common import DTYPES, check_operator, dtype_id, relative
+from common import DTYPES, check_operator, dtype_id, in_turn, relative
 
 from fastmax import eager
 from fastmax.testing import verify
@@ -22,7 +22,7 @@ def operands(device, b=2, h=4, n=37, dv=24, dtype=torch.float32, shift_heads=Non
 
 
 def merged(o, lse, o_global, z_global, shift):
-    """By its definition, in float64."""
+    """Returns the result of `merge_` by its definition, in float64."""
     o, lse, o_global, z_global = (x.double() for x in (o, lse, o_global, z_global))
     shift = torch.zeros_like(lse) if shift is None else shift.double().repeat_interleave(o.shape[1] // shift.shape[1], dim=1)
     far = z_global.log() + shift
@@ -31,6 +31,7 @@ def merged(o, lse, o_global, z_global, shift):
     return weights[0] * o + weights[1] * o_global, total, z_global + torch.exp(lse - shift)
 
 
+@in_turn("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shift_heads", [None, 1, 2, 4])
 @pytest.mark.parametrize("dv", [1, 7, 16, 24, 64, 128, 256, 700])
@@ -53,11 +54,12 @@ LAYOUTS = {
 }
 
 
+@in_turn("dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("far", [*LAYOUTS, "dense"])
 @pytest.mark.parametrize("near", LAYOUTS)
 def test_any_strides(near, far, dtype, device):
-    """As if all were contiguous, and what lies around is not written."""
+    """Results are those of contiguous tensors, and memory around them is not written."""
     dense = operands(device, dtype=dtype, shift_heads=2)
     o, lse = (LAYOUTS[near](x.clone()) for x in dense[:2])
     rest = [LAYOUTS.get(far, lambda x: x)(x) for x in dense[2:]]

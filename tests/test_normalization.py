@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import by_dtype, by_gradient, check_operator, relative, torch_warns
+from common import by_dtype, by_gradient, check_operator, in_turn, relative, torch_warns
 from torch.autograd import gradcheck
 
 from fastmax.prepare.normalization import normalize_queries_and_keys
@@ -18,6 +18,7 @@ def normalize(x, kind, lim, custom=False, takes_part=None):
     return normalize_queries_and_keys(x.detach()[..., :1, :], x, kind, lim, custom, takes_part)[1]
 
 
+@in_turn("custom")
 @by_gradient
 @by_dtype
 @by_kind
@@ -49,6 +50,7 @@ def test_gradcheck(kind, device):
     assert gradcheck(lambda x: normalize(x, kind, 1.5, True), x)
 
 
+@in_turn("custom")
 @by_gradient
 @by_kind
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1e25, 3e37])
@@ -106,6 +108,7 @@ def test_no_rows(kind):
     assert normalize(x, kind, 1.0, True).shape == x.shape
 
 
+@in_turn("custom")
 @by_gradient
 @by_dtype
 @pytest.mark.parametrize("three_d", [False, True], ids=["4-d", "3-d"])
@@ -147,7 +150,7 @@ def test_a_mask_changes_nothing_for_token(custom, device):
 
 
 def queries_and_keys(dtype=torch.float32, device="cpu", d=17):
-    """Of other sizes and layouts, with rows of zeros, some rows longer than 1 and some shorter."""
+    """Returns q and k of different sizes and layouts, with rows of zeros, some rows longer than 1 and some shorter."""
     q, k = torch.randn(2, 11, 4, d, device=device), torch.randn(2, 3, 23, d, device=device)
     q, k = (x * 2 * torch.rand(*x.shape[:3], 1, device=device) / d**0.5 for x in (q, k))
     q[0, 3], k[1, 2, :5] = 0.0, 0.0

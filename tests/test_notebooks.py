@@ -3,6 +3,7 @@ machine that printed them."""
 
 import importlib.util
 import json
+import os
 import re
 
 import pytest
@@ -14,6 +15,12 @@ NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 
 missing = [name for name in ("nbclient", "ipykernel", "matplotlib") if importlib.util.find_spec(name) is None]
 needs_jupyter = pytest.mark.skipif(bool(missing), reason=f'{", ".join(missing)} missing: pip install ".[examples]"')
+
+
+@pytest.fixture(autouse=True)
+def kernels_import_this_tree(monkeypatch):
+    """Kernels run in a temporary directory, from which an installed package would be found first."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
 
 
 def code_cells(path) -> list[dict]:

@@ -21,6 +21,7 @@ from common import (
     check_operator,
     compare,
     dtype_id,
+    in_turn,
     make_inputs,
     make_options,
     relative,
@@ -150,7 +151,7 @@ def test_the_gradient_of_a_decay_that_forgets_is_zero(device):
 @by_layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 def test_fake_tensors_have_the_real_layout(layout, dtype, device):
-    """What tracing believes about shapes, strides and dtypes is what the operators return."""
+    """Shapes, strides and dtypes of fake results are those of real ones."""
     arguments, grad_o = operator_arguments(SQUARE, device, dtype, layout)
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
 
@@ -176,7 +177,7 @@ def test_one_head_whose_strides_tie_is_not_token_major(device):
 
 @by_algorithm
 def test_noise_of_another_dtype(algorithm, device):
-    """Of a direct call: read as what it is, forward and backward."""
+    """A direct call takes noise of any dtype, in the forward and the backward."""
     (q, k, v, mask, noise, rpe, *rest), grad_o = operator_arguments(
         CASE, device, torch.bfloat16, noise=True, causal=True, algorithm=algorithm
     )
@@ -194,7 +195,7 @@ def test_noise_of_another_dtype(algorithm, device):
 
 @by_algorithm
 def test_denominators_have_a_gradient(algorithm, device):
-    """That of the definition: `return_lse` and merging stand on it."""
+    """The gradient is that of the definition; `return_lse` and merging need it."""
     case = replace(CASE, n=9, m=11)
     arguments, grad_o = operator_arguments(case, device, torch.float64, causal=True, algorithm=algorithm)
     o, z = torch.ops.fastmax.forward(*arguments)
@@ -279,7 +280,7 @@ def test_export_with_dynamic_length(options, device):
 @by_gradient
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_autocast(dtype, custom, device):
-    """As scaled_dot_product_attention: computed in autocast's dtype, gradients in the leaves' own."""
+    """Like scaled_dot_product_attention, calls run in autocast's dtype, and gradients have the leaves' own."""
     inputs, grad_o = make_inputs(CASE, device=device)
     options = {"use_custom_gradient": custom, "causal": True}
     cast = {name: x.to(dtype) for name, x in inputs.items()}
@@ -317,7 +318,7 @@ def test_autocast_reaches_no_operator(dtype, causal, algorithm, device):
 @by_algorithm
 @by_causal
 def test_autocast_around_the_backward(causal, algorithm, device):
-    """As where a whole training step stands inside autocast."""
+    """A whole training step may stand inside autocast."""
     inputs, grad_o = make_inputs(Case("", n=CHUNK + 13, h=4, hk=2, d=8), torch.bfloat16, device)
     attention = partial(fastmax_attention, causal=causal, algorithm=algorithm)
     expected = run(attention, inputs, grad_o)
@@ -374,6 +375,7 @@ def test_autocast_trains_a_block(custom, device):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in block.parameters())
 
 
+@in_turn("custom")
 @by_gradient
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("dropout", [0.0, 0.4], ids=["no noise", "noise"])
@@ -461,6 +463,7 @@ def test_ddp():
 # ---- repeatability
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_order
@@ -523,6 +526,7 @@ def footprint(n, d, p, causal, algorithm, custom):
     return memory
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @pytest.mark.parametrize("algorithm, p", [("quadratic", 2), ("linear", 2), ("linear", 1)])

@@ -56,7 +56,7 @@ def of_softmax(lengths, mode, causal, d=64, left=-1, right=-1, mask=False, h=4, 
 
 
 def definition(arguments, grad_o, grad_z, dtype):
-    """Of Fastmax: o, z and the gradients of q, k and v from the whole matrix of weights."""
+    """Returns o, z and the gradients of q, k and v of Fastmax, from the whole matrix of weights."""
     q, k, v, mask, noise, _, _, first, end, scale, a0, a1, a2, p, causal, dropout, *_ = arguments
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
@@ -118,7 +118,7 @@ def test_fastmax_head_dims(d, p, mode, precision):  # noqa: F811
 @by_mode
 @pytest.mark.parametrize("n, m", [(300, 300), (70, 333), (1, 200)])
 def test_bounds_that_differ_from_head_to_head(n, m, mode, precision):  # noqa: F811
-    """As decays of -inf make them: of any strides, and queries at the end of the keys."""
+    """Decays of -inf make such bounds: any strides, and queries at the end of the keys."""
     case = fastmax_kernels.size("", n, m, h=6, hk=3)
     arguments, grad_o = fastmax_kernels.operands(case, mode, "quadratic")
     position = torch.arange(n, device=DEVICE) + m - n
@@ -176,7 +176,7 @@ def test_packed_equals_one_by_one(mode, precision):  # noqa: F811
 
 @pytest.mark.parametrize("part", invalid_bounds.PARTS)
 def test_invalid_bounds_end(part):
-    """In a process of its own, which a kernel that hangs does not outlive; a valid call in that process is right."""
+    """Runs in a process of its own, so that a kernel that hangs can be stopped. A valid call after it is right."""
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     command = [sys.executable, invalid_bounds.__file__, part]

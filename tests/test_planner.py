@@ -1,8 +1,8 @@
-"""Which algorithm "auto" takes, and how many heads, tokens and keys are handled together."""
+"""The algorithm that "auto" takes, and the numbers of heads, tokens and keys that are handled together."""
 
 import pytest
 import torch
-from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, make_inputs, make_options, run
+from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, in_turn, make_inputs, make_options, run
 
 from fastmax import eager, fastmax_attention
 from fastmax.eager.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
@@ -40,6 +40,11 @@ def test_choices_where_n_is_not_m_and_dv_not_d():
     assert choose_algorithm(273, 273, 16, 4, False, 2) == "linear"
 
 
+def bounds(sequences):
+    """Returns the cu_seqlens of 600 tokens in sequences of equal length."""
+    return torch.arange(0, 601, 600 // sequences, dtype=torch.int32)
+
+
 # Sizes between the crossovers of two orders, or of two groups.
 AUTO = {
     "p=1": (Case("", n=100, h=1, d=16), {"p": 1}, "linear"),
@@ -50,6 +55,9 @@ AUTO = {
     "causal": (Case("", n=500, h=1, d=16), {"causal": True}, "quadratic"),
     "dv": (Case("", n=300, h=1, d=16, dv=64), {}, "quadratic"),
     "m": (Case("", n=20, m=2000, h=1, d=16), {}, "quadratic"),
+    # Packed sequences go by their mean length.
+    "packed, short": (Case("", n=600, h=1, d=16), {"p": 1, "causal": True, "cu_seqlens": bounds(6)}, "quadratic"),
+    "packed, long": (Case("", n=600, h=1, d=16), {"p": 1, "causal": True, "cu_seqlens": bounds(2)}, "linear"),
 }
 
 
@@ -96,6 +104,7 @@ def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
     assert memory.largest <= 2**22
 
 
+@in_turn("custom")
 @by_algorithm
 @by_gradient
 @by_causal

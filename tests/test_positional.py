@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from common import DTYPES, Case, by_causal, by_gradient, dtype_id, make_inputs, run
+from common import DTYPES, Case, by_causal, by_gradient, dtype_id, in_turn, make_inputs, run
 
 from fastmax import fastmax_attention, rpe_matrix_creator
 from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query, token_positions
@@ -77,6 +77,7 @@ def test_appended_channels_stay_exact_far_away(d, device):
     torch.testing.assert_close(scores.cpu().double(), expected, rtol=0.0, atol=1e-5)
 
 
+@in_turn("custom")
 @by_gradient
 @by_causal
 @pytest.mark.parametrize("d", [4, 7], ids=["even", "odd"])

@@ -84,7 +84,7 @@ def a_state(case, generator):
 
 
 def arguments(case, mode):
-    """Of torch.ops.fastmax.prefill."""
+    """Returns arguments of torch.ops.fastmax.prefill."""
     dtype = MODES[mode][0]
     generator = torch.Generator(DEVICE).manual_seed(case.n)
     sizes = ((case.h, case.d), (case.hk, case.d), (case.hk, case.dv or case.d))
@@ -114,7 +114,7 @@ def in_float64(given):
 
 
 def rounding(mode):
-    """What an output may differ by from an exact one."""
+    """Returns the largest relative error of an output."""
     if mode == "fp32":
         return 1e-5
     return 2 * verify.ROUNDING[{"bf16": "bfloat16", "fp16": "float16"}.get(mode, mode)]
@@ -304,7 +304,7 @@ OUTPUTS = ("o", "z", "kv_state", "k_sum")
 
 
 def output_grads(given, outputs=OUTPUTS):
-    """By name: of outputs of the arguments' sizes, in their dtypes."""
+    """Returns gradients of the outputs by name, in their dtypes."""
     q, v, kv_state, k_sum = given[0], given[2], given[6], given[7]
     generator = torch.Generator(DEVICE).manual_seed(7)
     shapes = {"o": (*q.shape[:3], v.shape[3]), "z": q.shape[:3], "kv_state": kv_state.shape, "k_sum": k_sum.shape}
@@ -315,7 +315,7 @@ def output_grads(given, outputs=OUTPUTS):
 
 
 def gradients(function, given, grads):
-    """By name, of what a function returns as OUTPUTS."""
+    """Returns the gradients of a function that returns OUTPUTS, by the name of the argument."""
     given = list(given)
     leaves = {name: given[i].detach().clone().requires_grad_() for name, i in LEAVES.items() if given[i] is not None}
     for name, x in leaves.items():
@@ -392,7 +392,7 @@ COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 0.0, 0.5), "a2 = 0": 
 @by_mode
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 def test_gradients_where_a_coefficient_is_zero(coefficients, mode, precision):  # noqa: F811
-    """What no query reads of a state has a gradient all the same, and goes through it."""
+    """Parts of a state that no query reads have a gradient too, and pass it on."""
     given = list(arguments(Case(300, decay="ordinary"), mode))
     given[9:12] = COEFFICIENTS[coefficients]
     check_gradients(given, mode, ("o", "kv_state", "k_sum"))

@@ -24,7 +24,7 @@ B, H, N, D, DV = 4, 8, 9, 4, 3
 
 
 def mesh_of(group, shape=None, names=None, device: str = "cpu") -> DeviceMesh:
-    """With a shape, of all processes: it makes groups, which all of them have to."""
+    """Returns the mesh of a group or, with a shape, of all processes, which must all make its groups."""
     if shape is None:
         return DeviceMesh.from_group(group, device)
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)

@@ -366,7 +366,7 @@ def test_fused_beside_itself(softmax, d):
 @by_fused_head_dim
 @by_attention
 def test_fused_on_a_part_of_the_device(softmax, d):
-    """In a green context, where most blocks of the grid start only when others have ended."""
+    """A green context starts most blocks of the grid only when others have ended."""
     gradients = fused_backward(softmax, d)
     expected = gradients()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Which calls Hopper's quadratic kernels cover, and what the copy engine is told of their tensors: on the host, with a stand-in
+"""The calls that Hopper's quadratic kernels cover, and the tensor maps of their operands: on the host, with a stand-in
 for the driver. test_sm90.py runs the kernels."""
 
 import itertools

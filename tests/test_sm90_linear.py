@@ -559,7 +559,7 @@ def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
 @pytest.mark.parametrize("decay", [None, "-inf at places"], ids=["", "decay"])
 @pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 def test_states_alone(d, decay, taken):  # noqa: F811
-    """Of keys, and of queries: all tokens are one chunk."""
+    """The states of keys and of queries alone; all tokens are one chunk."""
     for n in (1, 65, 1300):
         given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16"))
         q, k, v, _, log_decay, first, kv_state, k_sum, *options = given

@@ -86,7 +86,7 @@ def test_a_gradient_of_the_denominators(d, taken):  # noqa: F811
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("n, m, h, hk", [(17, 17, 1, 1), (300, 333, 4, 2), (1100, 1100, 2, 2)])
 def test_prepared_gradients(n, m, h, hk, d, taken):  # noqa: F811
-    """Of a grad_o that the copy engine cannot read, and of noise."""
+    """Gradients for a grad_o that the copy engine cannot read, and with noise."""
     for noise in (False, True):
         arguments, grad_o = operands(size("", n, m, d=d, h=h, hk=hk, p=1, noise=noise), "bf16", "linear")
         if not noise:

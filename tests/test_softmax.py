@@ -37,7 +37,7 @@ SHAPES = [(1,), (7,), (3, 1), (4, 5), (2, 3, 10), (2, 1, 3, 4), (3, 1023), (2, 1
 
 
 def reference(x):
-    """In float64; rows that are not finite follow from IEEE arithmetic."""
+    """Returns softmax in float64. Rows that are not finite follow from IEEE arithmetic."""
     x = x.double()
     if x.shape[-1] == 0:
         return x
@@ -108,7 +108,7 @@ def test_block_sizes(device):
 
 
 def test_naive_overflows_as_the_formula_does(device):
-    """From 89 on in float32 and 710 in float64, and below -104 and -746; half types are computed in float32."""
+    """It overflows from 89 on in float32 and 710 in float64, and below -104 and -746. Half types are computed in float32."""
     for dtype, high, low in ((torch.float32, 89.0, -104.0), (torch.bfloat16, 89.0, -104.0), (torch.float64, 710.0, -746.0)):
         x = torch.tensor([[high, 0.0], [0.0, 0.0], [low, low], [high - 2, low + 2]], dtype=dtype, device=device)
         y = naive_softmax(x)
@@ -140,7 +140,7 @@ ROWS = {
 @by_safe_function
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
 def test_extreme_rows(dtype, function, device):
-    """With ordinary rows, which stay ordinary: the numbers of torch.softmax, NaN where it has NaN."""
+    """Results are those of torch.softmax, NaN where it has NaN. Ordinary rows beside them stay ordinary."""
     x = torch.cat([torch.randn(2, 5), torch.tensor(list(ROWS.values())), torch.randn(2, 5)]).to(device, dtype)
     expected = torch.softmax(x.double(), -1)
     not_finite = [row.startswith(("inf", "nan")) or "throughout" in row for row in ROWS]
@@ -225,7 +225,7 @@ def test_gradcheck_of_the_states(device):
 @by_function
 @by_dtype
 def test_gradients_are_those_of_torch(dtype, function, device):
-    """To the contract; where some elements are -inf, too, which get gradient 0."""
+    """Gradients obey the contract. Elements of -inf get gradient 0."""
     x = torch.randn(8, 37, device=device).to(dtype)
     x[2, 5:] = -INF
     x[3, :30] = -INF
@@ -281,7 +281,7 @@ def test_operator(dtype, algorithm, device):
 
 @by_algorithm
 def test_operator_with_and_without_a_gradient(algorithm, device):
-    """As `safe_softmax` and `online_softmax` call it for CUDA tensors: the same bits, and a graph where one is wanted."""
+    """`safe_softmax` and `online_softmax` call it for CUDA tensors: the same bits, recorded where a gradient is needed."""
     x = torch.randn(3, 40, device=device)
     expected = torch.ops.fastmax.softmax(x, algorithm)
     recorded = ops.softmax(x.detach().requires_grad_(), algorithm)

@@ -18,7 +18,7 @@ INPUTS = ("q", "k", "v", "log_decay", "cu_seqlens", "grad_o", "grad_lse")
 
 
 def draw(seed):
-    """Of one batch entry, so that it can be packed; some tokens forget all before them."""
+    """Returns random operands of one batch entry, which can be packed. Some tokens reset all before them."""
     g = torch.Generator(DEVICE).manual_seed(seed)
     q, k, v, grad_o = (torch.randn(1, h, TOKENS, 64, device=DEVICE, dtype=torch.bfloat16, generator=g) for h in (4, 2, 2, 4))
     log_decay = -torch.rand(1, 2, TOKENS, device=DEVICE, generator=g)

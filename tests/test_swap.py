@@ -540,7 +540,7 @@ def test_encoder_layer_in_eval_mode(batch_first, norm_first, masks):
 
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
 def test_encoder_in_eval_mode(masks):
-    """With padding an unswapped encoder in eval mode turns its input into a nested tensor."""
+    """An unswapped encoder in eval mode turns padded input into a nested tensor."""
     encoder = nn.TransformerEncoder(encoder_layer(), num_layers=3)
     swap_attention(encoder)
     x = torch.randn(3, 6, E, dtype=DTYPE)

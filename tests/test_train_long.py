@@ -52,7 +52,7 @@ def train(group, arguments, stop_after=None, device="cpu"):
 
 
 def check_gradients(group, layout):
-    """Of packed documents, of which ranks have different numbers of targets."""
+    """Checks the gradients of packed documents, of which ranks have different numbers of targets."""
     example = train_long()
     args = example.parse(example.arguments(), MODEL)
     args.block_size = 64

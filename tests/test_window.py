@@ -17,6 +17,7 @@ from common import (
     check_one_graph_for_all_lengths,
     compare,
     dtype_id,
+    in_turn,
     make_decay,
     make_inputs,
     opcheck,
@@ -50,6 +51,7 @@ class ExpectedWindow(ExpectedFlash):
     definition = staticmethod(lambda *args, hold_denominator=False, **options: naive_softmax_attention(*args, **options))
 
 
+@in_turn("custom")
 @by_window
 @by_causal
 @by_gradient
@@ -61,6 +63,7 @@ def test_every_window_in_float64(custom, causal, window, device):
         assert_equals_definition(attention, naive_softmax_attention, inputs, grads, causal=causal, window=window, **options)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("window", [1, 64, COLS, COLS + 1, (COLS, 3), (17, -1), (-1, 17)], ids=str)
 @by_causal
 @by_gradient
@@ -90,6 +93,7 @@ def test_with_decay(window, custom, device):
     assert_equals_definition(attention, naive_softmax_attention, inputs, grads, causal=True, window=window)
 
 
+@in_turn("custom")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @by_causal
 @by_gradient
