@@ -14,6 +14,7 @@ from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
 from fastmax.integrations.transformers.decay import refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
+from fastmax.integrations.transformers.observation import observer_at_work
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
 from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
 
@@ -65,6 +66,26 @@ def fastmax_attention_forward(
         ValueError: the layer asks for another function than fastmax attention (sliding window, sinks, custom mask, ...).
         TypeError: an unknown option.
     """
+    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
+    observer = None if torch.compiler.is_compiling() else observer_at_work()
+    if observer is None:
+        return _attention(module, query, key, value, attention_mask, **given)
+    with observer.asked_by(module):
+        return _attention(module, query, key, value, attention_mask, **given)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Computes what `fastmax_attention_forward` returns."""
     of_softmax = not runs_fastmax(module)
     for name, meaning in _OTHER_FUNCTIONS.items():
         if kwargs.get(name) is not None and not (of_softmax and name in _IN_MASK):
@@ -124,9 +145,12 @@ def _softmax(
 
 def _documents(query: Tensor, keys: int, mask: FastmaxMask, has_state: bool, given: dict) -> Tensor | None:
     """Bounds (`cu_seqlens`) of the documents of all rows end to end; None = each row is one."""
+    of_mask = mask.cu_seqlens(query.device) if mask.packed else None
+    if mask.packed and has_state:
+        raise ValueError(f"{ONLY}; got a FastmaxCache")
     cu_seqlens = _named_documents(query, given)
     if cu_seqlens is None:
-        return mask.cu_seqlens(query.device) if mask.packed else None
+        return of_mask
     n = query.shape[2]
     if not mask.causal or mask.padding is not None or has_state or keys != n:
         kind, masked = "causal" if mask.causal else "not causal", "no" if mask.padding is None else "an"

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax.integrations.transformers.classes import asks_interface
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, fastmax_layers
 
 
 def attention_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "config", None), PreTrainedConfig) and asks_interface(type(module)):
+        if is_attention_layer(module):
             yield name, module
+
+
+def is_attention_layer(module: nn.Module) -> bool:
+    """Whether a module has the attributes by which transformers' attention functions know a layer."""
+    has_both = isinstance(getattr(module, "config", None), PreTrainedConfig) and hasattr(module, "is_causal")
+    return has_both and not isinstance(module, PreTrainedModel)
 
 
 def is_causal_self_attention(layer: nn.Module) -> bool:

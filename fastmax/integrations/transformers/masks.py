@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_tracing
 
 from fastmax.core import validation
 from fastmax.integrations.transformers.options import GLOBAL, NAME
-from fastmax.integrations.transformers.packing import ONLY, bounds, first_tokens, is_packed
+from fastmax.integrations.transformers.packing import ONLY, bounds, differs_from_packing, first_tokens, may_be_packed
 from fastmax.integrations.transformers.unreadable import Unreadable
 
 
@@ -29,7 +29,7 @@ class FastmaxMask(Unreadable):
         padding: bool (batch, keys), True = takes part; None = all do.
         refusal: why fastmax cannot run a layer with this mask; None = it can.
         keys: how many there are, those in a cache included; None = not known.
-        packed: each query sees its own document only.
+        packed: each query sees its own document only, as far as the arguments say; `cu_seqlens` checks it.
         model: the kind of model, for messages.
         arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
     """
@@ -70,9 +70,16 @@ class FastmaxMask(Unreadable):
         return first_tokens(self._arguments["mask_function"], *sizes, device)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Of a packed mask: bounds of the documents of all rows end to end."""
+        """Returns the bounds of the documents of all rows end to end, of a packed mask.
+
+        Raises:
+            ValueError: the pattern is not the causal one within these documents.
+        """
         if self._cu_seqlens is None:
-            self._cu_seqlens = bounds(self.first_tokens(device))
+            first = self.first_tokens(device)
+            differs = differs_from_packing(self._arguments["mask_function"], first)
+            refuse_where(differs, _PATTERN.format(model=self.model))
+            self._cu_seqlens = bounds(first)
         return self._cu_seqlens
 
     def refuse_other_documents(self, cu_seqlens: Tensor) -> None:
@@ -176,7 +183,16 @@ def fastmax_mask(
         (a static cache), an attention_mask of another length.
     """
     model = getattr(config, "model_type", None) or "this model"
-    packed = is_packed(mask_function, kwargs)
+    sizes = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+    }
+    arguments = kwargs | sizes | {"mask_function": mask_function, "attention_mask": attention_mask, "config": config}
+    is_known = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    packed = not is_known and may_be_packed(arguments)
     causal = packed or mask_function is causal_mask_function
     refusal = None
     if not causal and mask_function is not bidirectional_mask_function:
@@ -188,12 +204,4 @@ def fastmax_mask(
             f'attention_mask must cover all {kv_offset + kv_length} keys with attn_implementation="{NAME}", those in the cache '
             f"included, got shape {tuple(attention_mask.shape)}"
         )
-    sizes = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-    }
-    arguments = kwargs | sizes | {"mask_function": mask_function, "attention_mask": attention_mask, "config": config}
     return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length, arguments, packed)

@@ -7,15 +7,18 @@ modules themselves are looked at. transformers has no hook for that, nor for par
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax.integrations.transformers.classes import asks_interface, computes_attention, looks_attention_up
 from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
 from fastmax.integrations.transformers.layers import attention_layers, implementation, runs_fastmax
+from fastmax.integrations.transformers.observation import INSTEAD, is_of_pytorch, observe_first_forward, refusal
 from fastmax.integrations.transformers.options import (
     NAME,
     SOFTMAX,
@@ -28,11 +31,6 @@ from fastmax.integrations.transformers.options import (
     remember_choice,
 )
 from fastmax.integrations.transformers.packing import refuse_caches_of_documents
-
-_INSTEAD = (
-    "In a composite model choose the parts that can, as in "
-    f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
-)
 
 
 def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> dict[str, str]:
@@ -64,13 +62,11 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         if layer.config._attn_implementation == NAME:
             check_values(**all_options(layer.config))
             refuse_caches_of_documents(layer)
-    own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
-    if own:
-        names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
-        raise ValueError(
-            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {names} would compute softmax attention all the '
-            f"same. {_INSTEAD}"
-        )
+    for name, module, config in list(_covered(model, None, _other(model.config) if left_out is None else left_out)):
+        if isinstance(module, nn.MultiheadAttention):
+            raise ValueError(refusal(model, name, module, "it is PyTorch's own"))
+        if not is_of_pytorch(module):
+            observe_first_forward(model, name, module, config)
     return {name: implementation(layer) for name, layer in attention_layers(model)}
 
 
@@ -205,35 +201,55 @@ def _check_applied(config: PreTrainedConfig, requested: str | dict) -> None:
         for name, part in requested.items():
             _check_applied(getattr(config, name) if name else config, part)
     elif requested == NAME and config._attn_implementation != NAME:
-        raise ValueError(f'the {config.model_type} part cannot run attn_implementation="{NAME}". {_INSTEAD}')
+        raise ValueError(f'the {config.model_type} part cannot run attn_implementation="{NAME}". {INSTEAD}')
 
 
 def _check_dispatch(model: PreTrainedModel) -> None:
-    """By the class and the file that it is from, before any part of the model is made."""
-    if not type(model)._can_set_attn_implementation() or looks_attention_up(type(model)):
+    """Checks a model whose parts may not be made yet."""
+    if not type(model)._can_set_attn_implementation() or _takes_attention_from_a_table(model):
         raise ValueError(
             f'{type(model).__name__} cannot run attn_implementation="{NAME}": it computes attention without transformers\' '
-            f"attention interface. {_INSTEAD}"
+            f"attention interface. {INSTEAD}"
         )
+
+
+def _takes_attention_from_a_table(model: PreTrainedModel) -> bool:
+    """Whether attention layers are of classes that the model's file lists by implementation, without fastmax.
+
+    Where the model has no parts yet, those of the same model with "eager" attention, made on the meta device, tell.
+    """
+    tables = [table for table in vars(sys.modules[type(model).__module__]).values() if isinstance(table, dict)]
+    listed = [kind for table in tables if "eager" in table and NAME not in table for kind in table.values()]
+    listed = tuple(kind for kind in listed if isinstance(kind, type) and issubclass(kind, nn.Module))
+    if not listed:
+        return False
+    if not any(True for _ in model.children()):
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = type(model)(config)
+    return any(isinstance(module, listed) for module in model.modules())
 
 
 def _other(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [part for part in configurations(config) if part._attn_implementation != NAME]
 
 
-def _own_attention(module: nn.Module, expected: bool, left_out: list[PreTrainedConfig], name: str = "") -> Iterator[str]:
-    """Names of the modules that are expected to run fastmax and would run another attention.
+def _covered(
+    module: nn.Module, config: PreTrainedConfig | None, left_out: list[PreTrainedConfig], name: str = ""
+) -> Iterator[tuple[str, nn.Module, PreTrainedConfig]]:
+    """Yields the modules that are to run fastmax: name, module, and the configuration whose choice holds for it.
 
     Some models make configurations for their parts, which the choice of fastmax does not reach (MaskFormer's backbone). There
-    what holds for the whole is expected, and attention that goes through the interface is another one too.
+    the choice for the whole model holds.
     """
-    config = getattr(module, "config", None)
-    reached = True
-    if isinstance(config, PreTrainedConfig):
-        reached = config._attn_implementation == NAME
-        expected = reached or (expected and not any(config is part for part in left_out))
-    if expected and (computes_attention(type(module)) or (not reached and asks_interface(type(module)))):
-        yield f"{name} ({type(module).__name__})"
-        return
+    own = getattr(module, "config", None)
+    if isinstance(own, PreTrainedConfig):
+        if own._attn_implementation == NAME:
+            config = own
+        elif any(own is part for part in left_out):
+            config = None
+    if config is not None:
+        yield name, module, config
     for child_name, child in module.named_children():
-        yield from _own_attention(child, expected, left_out, f"{name}.{child_name}".lstrip("."))
+        yield from _covered(child, config, left_out, f"{name}.{child_name}".lstrip("."))

@@ -1,7 +1,9 @@
 """Packed batches: rows of several documents end to end, by positions that start again or by FlashAttention's `cu_seq_lens_q`.
 
-transformers finds the first kind itself, where there is neither an attention_mask nor a cache, and changes the pattern of the
-mask. It is recognised here, and where documents begin is asked of the pattern: their first token does not see the one before.
+transformers finds the first kind itself, where there is neither an attention_mask nor a cache, and changes the mask function. A
+mask function is a function of indices. Calls of it say where documents begin: their first token does not see the one before.
+Then it is compared with the pattern of these documents for every query and key, in blocks: O(n^2) comparisons in each forward,
+which take far less time than the layers of a model do.
 """
 
 from __future__ import annotations
@@ -10,16 +12,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, masking_utils
-from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+from transformers import Cache
 from transformers.utils.import_utils import is_tracing
 
 from fastmax.integrations.transformers.options import NAME
 
-_AND = and_masks(causal_mask_function).__code__
-_PACKED = packed_sequence_mask_function(None).__code__
-_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in transformers 5.4
-_REMAPPED = None if _REMAP is None else _REMAP(causal_mask_function, None).__code__
+_BLOCK = 1 << 24  # pairs of a query and a key that are compared at a time: a bool tensor of 16 MiB
 
 ONLY = (
     f'attn_implementation="{NAME}" takes packed sequences (position_ids that start again, cu_seq_lens_q) in causal layers, '
@@ -45,31 +43,39 @@ def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
             raise ValueError(f"{ONLY}; got cu_seq_lens_q and a {type(given).__name__} in {type(layer).__name__}")
 
 
-def is_packed(mask_function: Callable, arguments: dict) -> bool:
-    """Whether a pattern of transformers' mask functions is the causal one within each document of a row.
-
-    Under `torch.compile` every call with position_ids and neither mask nor cache has that pattern.
+def may_be_packed(arguments: dict) -> bool:
+    """Whether the arguments of a mask function are those of a packed batch.
 
     Args:
-        arguments: the others of the mask function.
+        arguments: of transformers' mask interface. Packed are only equally many queries and keys, without padding. With a
+            `local_size` comes a window or chunks, and with `use_vmap` a function that takes numbers alone.
     """
-    if getattr(mask_function, "__code__", None) is not _AND:
+    if isinstance(arguments["q_offset"], Tensor) or arguments["q_offset"] != 0 or arguments["kv_offset"] != 0:
         return False
-    if torch.compiler.is_compiling():  # what closures hold is hidden; other patterns come with these arguments
-        others = arguments.get("local_size") is not None or arguments.get("use_vmap", False)
-        return not others and arguments.get("allow_is_causal_skip") is False
-    parts = _closure(mask_function)["mask_functions"]
-    codes = [getattr(part, "__code__", None) for part in parts]
-    causal = [part is causal_mask_function or _is_remapped_causal(part) for part in parts]
-    return len(parts) == 2 and codes.count(_PACKED) == 1 and any(causal)
+    if arguments["q_length"] != arguments["kv_length"] or arguments["attention_mask"] is not None:
+        return False
+    plain = arguments.get("local_size") is None and not arguments.get("use_vmap", False)
+    return plain and arguments.get("allow_is_causal_skip") is False
 
 
-def _is_remapped_causal(part: Callable) -> bool:
-    return getattr(part, "__code__", None) is _REMAPPED and _closure(part)["mask_function"] is causal_mask_function
+def differs_from_packing(mask_function: Callable, first: Tensor) -> Tensor:
+    """Returns whether a mask function is not causal within documents, for any query and key: bool, one element.
 
-
-def _closure(function: Callable) -> dict:
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
+    Args:
+        mask_function: takes indices of a row, a head, a query and a key, tensors that broadcast.
+        first: bool (batch, n), True = begins a document.
+    """
+    batch, n = first.shape
+    rows = torch.arange(batch, device=first.device)[:, None, None]
+    index = torch.arange(n, device=first.device)
+    document = first.cumsum(1)
+    differs = first.new_zeros(())
+    step = n if is_tracing(first) else max(1, _BLOCK // (batch * n))
+    for start in range(0, n, step):
+        query, key = index[start : start + step, None], index[None, :]
+        expected = (key <= query) & (document[:, start : start + step, None] == document[:, None, :])
+        differs = differs | (mask_function(rows, torch.zeros_like(rows), query, key) != expected).any()
+    return differs
 
 
 def first_tokens(mask_function: Callable, batch: int, n: int, device: torch.device) -> Tensor:
