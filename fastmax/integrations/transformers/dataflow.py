@@ -1,4 +1,9 @@
-"""Finds softmax attention among the operations that PyTorch dispatches, by following its scores and weights."""
+"""Finds softmax attention among the operators that PyTorch dispatches, by following its scores and weights.
+
+Attention multiplies two activations, takes a softmax of these scores, and multiplies the weights with an activation. A router's
+scores are a product with parameters. Not found: a softmax written as `exp` and a sum, scores that a matrix of parameters mixes
+before the softmax, and kernels that PyTorch does not dispatch.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +32,9 @@ class Label(enum.Enum):
 
 
 class Dataflow:
-    """Labels of the tensors that the operations so far have read and written.
+    """Labels of the tensors that the operators so far have read and written.
 
-    Labels belong to storages: views share them, and a write into a view changes them. They are kept as long as the storages.
+    A label belongs to a storage: views share it, and a write into a view changes it.
 
     Args:
         constants: parameters and buffers.
@@ -67,7 +72,7 @@ class Dataflow:
         return is_attention
 
     def _of_broadcast(self, given: list[Tensor], labels: list, result: object) -> tuple[Label | None, bool]:
-        """Attention written out as a product of broadcast tensors, of which a sum follows."""
+        """Labels attention that is written as a product of broadcast tensors, before its sum."""
         size = max(x.numel() for x in _tensors(result))
         if Label.CONSTANT not in labels:
             enlarged = [x.numel() < size for x in given]
@@ -93,7 +98,7 @@ class Dataflow:
 
 
 def is_fused_attention(operator: str) -> bool:
-    """Whether an operator of this name computes attention as a whole."""
+    """Returns whether an operator of this name computes attention as a whole."""
     return any(part in operator for part in _FUSED)
 
 

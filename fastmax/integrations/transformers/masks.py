@@ -1,8 +1,7 @@
 """Masks that only fastmax's attention can read.
 
-transformers asks `fastmax_mask` for a mask per pattern and hands the result to the layers. A layer with attention of its own
-may be among them, and any tensor, or None, would mean something to it. So the result is an object that raises in every use
-but ours.
+transformers asks `fastmax_mask` for a mask of each pattern and passes the result to the layers. To a layer with attention of
+its own, any tensor or None would be a valid mask. So the result is an object that raises an error in every other use.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from fastmax.integrations.transformers.unreadable import Unreadable
 
 
 class FastmaxMask(Unreadable):
-    """What the queries of a layer may see.
+    """The keys that the queries of a layer may see.
 
     Attributes:
         causal: each query sees the keys up to its own position, aligned at the end; else all keys.
         padding: bool (batch, keys), True = takes part; None = all do.
-        refusal: why fastmax cannot run a layer with this mask; None = it can.
-        keys: how many there are, those in a cache included; None = not known.
+        refusal: the error of a layer that uses this mask; None = fastmax can run it.
+        keys: the number of keys, those in a cache included; None = not known.
         packed: each query sees its own document only, as far as the arguments say; `cu_seqlens` checks it.
         model: the kind of model, for messages.
         arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
@@ -59,13 +58,13 @@ class FastmaxMask(Unreadable):
         self.documents_are_checked = False
 
     def dense(self) -> Tensor | None:
-        """transformers' mask for "sdpa", of the same pattern: for layers of this model that run softmax attention."""
+        """Returns transformers' mask for "sdpa" of the same pattern, for layers that run softmax attention."""
         if self._dense is None:
             self._dense = (sdpa_mask(**self._arguments),)
         return self._dense[0]
 
     def first_tokens(self, device: torch.device) -> Tensor:
-        """bool (batch, queries), True = begins a document."""
+        """Returns which tokens begin a document: bool (batch, queries)."""
         sizes = self._arguments["batch_size"], self._arguments["q_length"]
         return first_tokens(self._arguments["mask_function"], *sizes, device)
 
@@ -83,7 +82,7 @@ class FastmaxMask(Unreadable):
         return self._cu_seqlens
 
     def refuse_other_documents(self, cu_seqlens: Tensor) -> None:
-        """Raise where the pattern has other documents than these, once for all layers that share the mask."""
+        """Refuses documents that differ from those of the pattern, once for all layers that share the mask."""
         if not self.documents_are_checked:
             self.documents_are_checked = True
             first = self.first_tokens(cu_seqlens.device).flatten()
@@ -95,9 +94,9 @@ class FastmaxMask(Unreadable):
             )
 
     def refuse_packing(self, position_ids: Tensor) -> None:
-        """Raise where the positions of tokens that take part start again, once for all layers that share the mask.
+        """Refuses positions that start again among tokens that take part, once for all layers that share the mask.
 
-        transformers itself looks at the positions only where there is neither a cache nor a mask.
+        transformers itself reads the positions only without a cache and without a mask.
 
         Args:
             position_ids: (batch or 1, queries).
@@ -112,10 +111,10 @@ class FastmaxMask(Unreadable):
         refuse_where(again, PACKED)
 
     def hidden(self, new: int) -> tuple[Tensor, Tensor]:
-        """Which tokens are padding, in a number for each row: of those before the last `new`, and of these.
+        """Returns a hash of the padding of each row: of the tokens before the last `new`, and of these.
 
-        A sum of one number for each such token (splitmix64 of its place, modulo 2**64): 0 where there is none, and the numbers
-        of two parts add up, so that what earlier masks said is known without keeping them.
+        It is a sum over the tokens that are padding, of splitmix64 of the position modulo 2**64; 0 = no padding. Hashes of two
+        parts add up, so that a mask can be compared with earlier ones that are not kept.
 
         Returns:
             Two int64 tensors (batch,).
@@ -139,8 +138,7 @@ class FastmaxMask(Unreadable):
 
 
 def refuse_where(wrong: Tensor, message: str) -> None:
-    """Raise where any is True. Under `torch.compile` the values are not known: there an assertion is left in the graph, whose
-    RuntimeError says the same."""
+    """Raises a ValueError where any element is True. A graph gets an assertion with the same message, a RuntimeError."""
     if is_tracing(wrong):
         validation.check_in_graph(~wrong.any(), message)
     elif wrong.any():
@@ -170,7 +168,7 @@ def fastmax_mask(
     config: PreTrainedConfig | None = None,
     **kwargs,
 ) -> FastmaxMask:
-    """transformers' mask interface. Raises nothing: a model may make masks that none of its layers use.
+    """Makes the mask that transformers' mask interface asks for. It raises nothing: a model may make masks that no layer uses.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset: sizes, and positions of the first query and key.
@@ -179,8 +177,8 @@ def fastmax_mask(
         config: the model's, for messages.
 
     Returns:
-        The mask; its `refusal` says what the layer that uses it will raise: for another pattern, keys past the last query
-        (a static cache), an attention_mask of another length.
+        The mask. Its `refusal` is the error of a layer that uses it: for another pattern, keys past the last query (a static
+        cache), an attention_mask of another length.
     """
     model = getattr(config, "model_type", None) or "this model"
     sizes = {

@@ -1,8 +1,7 @@
-"""Which models fastmax can run: asked when a model is made with, or given, `attn_implementation="fastmax"`.
+"""Checks a model when it is made with `attn_implementation="fastmax"` or set to it, and lets its first forward be observed.
 
-A mask refuses most attention that does not go through transformers' interface (`masks`), but not one that reads no mask. So the
-modules themselves are looked at. transformers has no hook for that, nor for parts that a configuration adds to its models
-(`decay`), hence the wrapped methods of `watch`.
+transformers has no hook for either event, nor for submodules that a configuration adds to a model (`decay`). So `watch` wraps
+methods of `PreTrainedModel`.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from fastmax.integrations.transformers.packing import refuse_caches_of_documents
 
 
 def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> dict[str, str]:
-    """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
+    """Checks a model that is set to fastmax, and lets its next forward be observed (`observation`).
 
-    Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand. Layers
-    that run fastmax are given the hook by which they refuse packed documents in a cache (`packing`).
+    It is called whenever a model is made or gets another implementation. Call it after setting `_attn_implementation` by hand.
+    Layers that run fastmax also get the hook by which they refuse packed documents in a cache (`packing`).
 
     Args:
         model: the model.
-        left_out: configurations of parts that were meant to run another attention; by default those that do now.
+        left_out: configurations of parts that are meant to run another attention; by default those that do now.
 
     Returns:
         What each attention layer runs, by its name: "fastmax", or "sdpa" where the option `layers` leaves it out or the
         configuration of its part says so.
 
     Raises:
-        ValueError: the parts with attention of their own, by name; `layers` that the model does not have.
+        ValueError: a part with attention of its own, by name; `layers` that the model does not have.
         TypeError, ValueError: an option that `fastmax_attention` refuses.
     """
     check_model(model)
@@ -71,22 +70,22 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
 
 
 def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
-    """Set the options of fastmax attention in a model's configuration, and in its sub-configurations.
+    """Sets the options of fastmax attention in a model's configuration, and in its sub-configurations.
 
-    Replaces what was set before. Equal to `config.fastmax = options` on each, with the names checked now.
+    They replace all options set earlier. Equal to `config.fastmax = options` on each, with the options checked now.
 
     Args:
         model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
             `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
-            `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token; `layers`, the
-            indices of the layers that run fastmax, or "global", those that `config.layer_types` calls full attention: the
-            others run softmax attention, transformers' "sdpa", with the masks of the model; `constant_memory`, True: `generate`
-            makes a `FastmaxCache` where it would make a DynamicCache.
+            `log_decay`, a list of a number <= 0 for each key/value head, the decay of keys with every token; `layers`, the
+            indices of the layers that run fastmax, or "global" for those that `config.layer_types` calls full attention (the
+            others run transformers' "sdpa" with the masks of the model); `constant_memory`, True: `generate` makes a
+            `FastmaxCache` where it would make a DynamicCache.
 
     Raises:
-        TypeError, ValueError: naming the option, what it was and what is accepted; `layers` that the model does not have;
+        TypeError, ValueError: an option, with its value and the accepted ones; `layers` that the model does not have;
             options that its decay gates exclude. The configurations then stay as they were.
     """
     if not isinstance(model, PreTrainedConfig):
@@ -109,7 +108,7 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
 
 
 def _check_configured(model: nn.Module | PreTrainedConfig, configs: list[PreTrainedConfig]) -> None:
-    """Raise where the parts that run fastmax cannot have their options; where none does yet, where no part has the layers."""
+    """Checks the new options of the parts that run fastmax; where none does yet, that some part has the layers named."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     parts = [part for part in modules if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME]
     for part in parts:
@@ -134,8 +133,10 @@ def _check_some_part_has_the_layers(configs: list[PreTrainedConfig]) -> None:
 
 
 def _check_layers(part: PreTrainedModel) -> None:
-    """Where the option `layers` leaves layers out, transformers must have the softmax attention that these are to run."""
-    uncapped = getattr(part.config, "attn_logit_softcapping", 0) is None  # Gemma 2, which can then, whatever it says
+    """Checks that transformers has softmax attention for the layers that the option `layers` leaves out."""
+    uncapped = (
+        getattr(part.config, "attn_logit_softcapping", 0) is None
+    )  # Gemma 2 can run sdpa without the cap, although it says otherwise
     if fastmax_layers(part.config) is not None and not part._supports_sdpa and not uncapped:
         raise ValueError(
             f'{type(part).__name__} has no attn_implementation="{SOFTMAX}" in transformers, which layers run that the option '
@@ -144,7 +145,7 @@ def _check_layers(part: PreTrainedModel) -> None:
 
 
 def watch() -> None:
-    """Check every model that is made or set to fastmax from now on. Called on import; a second call changes nothing."""
+    """Lets every model be checked when it is made or set to fastmax. Called on import; a second call changes nothing."""
     if hasattr(PreTrainedModel.post_init, "watched_by_fastmax"):
         return
     accept = PreTrainedModel.get_correct_attn_implementation

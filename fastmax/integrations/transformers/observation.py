@@ -1,8 +1,9 @@
 """Observes the first forward of every module that is to run fastmax, and refuses softmax attention computed under that name.
 
 Each such module has a hook, which starts an `Observer` where none is at work. The observer sees the modules that run, those of
-them that call fastmax's attention function, and every operation that PyTorch dispatches. After the first forward that succeeds
-the hooks are removed from the modules that ran. A part that did not run is observed when it first does.
+them that call fastmax's attention function, and every operator that PyTorch dispatches. After the first forward that succeeds,
+in training or not, the hooks are removed from the modules that ran. A part that did not run is observed when it first runs.
+Nothing is observed where tensors have no values: while a graph is traced or a CUDA graph captured.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def end_observation(module: nn.Module) -> None:
 
 
 def is_observed_next(module: nn.Module) -> bool:
-    """Whether the next forward of a module is observed."""
+    """Returns whether the next forward of a module is observed."""
     return any(
         isinstance(hook, FirstForward) and hook.config._attn_implementation == NAME
         for hook in module._forward_pre_hooks.values()
@@ -135,7 +136,7 @@ class Observer(TorchDispatchMode):
             handle.remove()
 
     def accept(self) -> None:
-        """Lets the modules that ran run unobserved from now on."""
+        """Ends the observation of the modules that ran."""
         for module in self._ran & self._covered:
             end_observation(module)
 
@@ -150,12 +151,12 @@ class Observer(TorchDispatchMode):
             self._pauses -= 1
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run."""
+        """Records that a module begins to run."""
         self.stack.append(module)
         self._ran.add(module)
 
     def leave(self, module: nn.Module) -> None:
-        """A module has run, or has failed."""
+        """Records that a module has run or failed; refuses an attention layer that did not call fastmax."""
         while self.stack and self.stack.pop() is not module:
             pass
         missing = module in self._covered and is_attention_layer(module) and module not in self._asked
@@ -163,7 +164,7 @@ class Observer(TorchDispatchMode):
             self._refuse(module, "it did not call fastmax's attention function")
 
     def has_failed(self) -> bool:
-        """Whether a hook is called since the module has raised an exception."""
+        """Returns whether a hook runs because its module has raised an exception."""
         return sys.exc_info()[1] is not self._exception
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -206,7 +207,7 @@ def refusal(root: nn.Module, name: str, module: nn.Module, reason: str) -> str:
 
 
 def is_of_pytorch(module: nn.Module) -> bool:
-    """Whether PyTorch defines the class of a module."""
+    """Returns whether PyTorch defines the class of a module."""
     return type(module).__module__.partition(".")[0] == "torch"
 
 
@@ -223,7 +224,7 @@ def _leave_module(module: nn.Module, args: tuple, output: object) -> None:
 
 
 class _Finish:
-    """The forward hook of the module at which an observation starts."""
+    """The forward hook that ends an observation, of the module at which it starts."""
 
     def __call__(self, module: nn.Module, args: tuple, output: object) -> None:
         if torch.compiler.is_compiling():

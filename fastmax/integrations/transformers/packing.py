@@ -26,16 +26,16 @@ ONLY = (
 
 
 def refuse_caches_of_documents(layer: nn.Module) -> None:
-    """Let an attention layer refuse `cu_seq_lens_q` beside a cache, empty or not: later tokens would see all documents in it.
+    """Lets an attention layer refuse `cu_seq_lens_q` beside a cache, in which later tokens would see all documents.
 
-    Only the layer sees the cache: to the attention function keys that come from an empty one look as if there were none.
+    The attention function cannot tell an empty cache from none; the layer receives the cache itself.
     """
     if _refuse_cache not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
 
 
 def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-    """The hook: a function of the module, so that models are copied and pickled with it."""
+    """Forward pre-hook of the layer. A function of this module, it is copied and pickled with the model."""
     if kwargs.get("cu_seq_lens_q") is None or layer.config._attn_implementation != NAME:
         return
     for given in (*args, *kwargs.values()):
@@ -44,11 +44,11 @@ def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def may_be_packed(arguments: dict) -> bool:
-    """Whether the arguments of a mask function are those of a packed batch.
+    """Returns whether the arguments of a mask function can be those of a packed batch.
 
     Args:
-        arguments: of transformers' mask interface. Packed are only equally many queries and keys, without padding. With a
-            `local_size` comes a window or chunks, and with `use_vmap` a function that takes numbers alone.
+        arguments: of transformers' mask interface. A packed batch has as many queries as keys and no padding. `local_size`
+            is given with windows and chunks, `use_vmap` with functions that take single numbers.
     """
     if isinstance(arguments["q_offset"], Tensor) or arguments["q_offset"] != 0 or arguments["kv_offset"] != 0:
         return False
@@ -79,7 +79,7 @@ def differs_from_packing(mask_function: Callable, first: Tensor) -> Tensor:
 
 
 def first_tokens(mask_function: Callable, batch: int, n: int, device: torch.device) -> Tensor:
-    """bool (batch, n), True = begins a document, by the pattern of a mask."""
+    """Returns which tokens begin a document by a mask function: bool (batch, n)."""
     rows = torch.arange(batch, device=device)[:, None]
     later = torch.arange(1, n, device=device)[None, :]
     sees_the_last = mask_function(rows, torch.zeros_like(rows), later, later - 1).expand(batch, n - 1)
@@ -87,8 +87,10 @@ def first_tokens(mask_function: Callable, batch: int, n: int, device: torch.devi
 
 
 def bounds(first: Tensor) -> Tensor:
-    """`cu_seqlens` of the rows end to end, int32, from where documents begin (batch, n). In a compiled graph, where their
-    number is not known, as long as if each token were one: the others are empty, at the end."""
+    """Returns `cu_seqlens` of the rows end to end, int32, from the tokens that begin a document (batch, n).
+
+    A compiled graph does not know their number: there it has an entry for every token, and the last documents are empty.
+    """
     first = first.flatten()
     total = first.shape[0]
     if is_tracing(first):
@@ -99,11 +101,13 @@ def bounds(first: Tensor) -> Tensor:
 
 
 def end_to_end(x: Tensor) -> Tensor:
-    """Rows of a batch one after the other: (b, h, n, ...) -> (1, h, b * n, ...), without a copy as transformers' layers lay out
-    their heads."""
+    """Returns the rows of a batch one after the other: (b, h, n, ...) -> (1, h, b * n, ...).
+
+    No copy is made of heads as transformers' layers lay them out.
+    """
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def rows_again(x: Tensor, batch: int) -> Tensor:
-    """What `end_to_end` took."""
+    """Inverts `end_to_end`."""
     return x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)

@@ -2,7 +2,7 @@
 
 Only a model that is compiled before its first eager forward asks. While `torch.compile` traces, operations are not dispatched,
 and a graph without breaks leaves no place for an eager forward, so that nothing can be observed. What looks like attention here
-is refused in a graph without breaks. In other graphs the error ends the tracing, and the forward runs eagerly and is observed.
+is refused with `fullgraph=True`. Otherwise the error ends the tracing, and the forward runs eagerly and is observed.
 """
 
 from __future__ import annotations
