@@ -199,7 +199,7 @@ def test_first_queries_that_see_only_scores_of_minus_hundreds(algorithm, custom,
 @by_causal
 @by_algorithm
 def test_scores_of_hundreds_beyond_the_window_are_the_polynomial(algorithm, causal, device):
-    """Far keys with scores of 300 weigh f(300) = 45301, against near ones of exp(5)."""
+    """Global keys with scores of 300 weigh f(300) = 45301, against local ones of exp(5)."""
     inputs, grads = make(Case("", n=60, h=1, d=1, dv=3), torch.float64, device)
     inputs["q"] = torch.ones_like(inputs["q"])
     inputs["k"] = torch.where(torch.arange(60, device=device)[:, None] < 10, 300.0, 5.0).expand(1, 1, 60, 1).double()
@@ -213,7 +213,7 @@ def test_scores_of_hundreds_beyond_the_window_are_the_polynomial(algorithm, caus
 @by_gradient
 @by_algorithm
 def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, device):
-    """Their near scores of -300 add up to 0 in float32, in whose units their far keys, all hidden, have no sum."""
+    """Their local scores of -300 add up to 0 in float32, in whose units their global keys, all hidden, have no sum."""
     inputs, grads = make(Case("", n=40, h=2, hk=1, d=2), device=device)
     inputs["q"] = torch.tensor([1.0, 0.01], device=device).expand_as(inputs["q"]).contiguous()
     inputs["k"][..., 0] = torch.where(torch.arange(40, device=device) < 30, -300.0, 1.0)
@@ -229,7 +229,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
         assert torch.equal(y.isfinite(), seen) and (y[seen] - x[seen]).norm().item() <= 1e-4 * size, name
 
 
-# ---- keys that fade between a query and its far keys
+# ---- keys that fade between a query and its global keys
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -50.0, -200.0])
@@ -251,7 +251,7 @@ def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
 @by_gradient
 @by_algorithm
 def test_forgetting_at_the_border_of_the_window(algorithm, custom, at, device):
-    """Later queries are as far from that token as there are distances: none, some or all of their far keys are forgotten."""
+    """Later queries are as far from that token as there are distances: none, some or all of their global keys are forgotten."""
     inputs, grads = make(Case("", n=40, h=4, hk=2, d=3), torch.float64, device)
     decay = -0.1 * torch.rand(1, 2, 40, dtype=torch.float64)
     decay[:, 0, at] = decay[:, 1, 5] = decay[:, 1, 13] = -math.inf

@@ -1,4 +1,4 @@
-"""`torch.ops.fastmax.global_forward_` and `global_backward_`: far keys of an exact window joined to the near ones, in place."""
+"""`torch.ops.fastmax.global_forward_` and `global_backward_`: they add global keys to results for local keys, in place."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SCORE = (0.3, 1.0, 1.0, 0.5)  # scale and coefficients
 
 
 def operands(device, dtype=torch.float32, b=2, h=4, hk=2, n=70, m=90, d=24, dv=16):
-    """q, k, v; o and lse of near keys; grad_o and grad_z; gradients by near keys."""
+    """q, k, v; o and lse of local keys; grad_o and grad_z; gradients by local keys."""
     wide = compute_dtype(dtype)
 
     def token(heads, tokens, columns):
@@ -118,7 +118,7 @@ def test_writes_into_views_alone(layout, dtype, d, device):
     for x, y in zip((o, lse, z, *into), (*exact[0], *exact[1]), strict=True):
         if dtype == torch.float32:
             assert_close(x, y, rtol=1e-6, atol=1e-5)
-        else:  # far keys of views that a kernel cannot join are rounded before they are added
+        else:  # global keys of views that a kernel cannot join are rounded before they are added
             assert relative(x, y) <= verify.ROUNDING[dtype_id(dtype)]
     for x, y, view in zip(around, before, views, strict=True):
         assert int((x != y).sum()) <= view.numel()

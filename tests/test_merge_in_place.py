@@ -1,4 +1,4 @@
-"""`torch.ops.fastmax.merge_`: far keys joined to near ones, in place; its kernel on CUDA."""
+"""`torch.ops.fastmax.merge_`: global keys joined to local ones, in place; its kernel on CUDA."""
 
 import math
 
@@ -85,12 +85,12 @@ def one_row(device, lse, z_global, shift=None):
 def test_limits(device):
     """Output, log of the sum, and the sum in units of the far weights."""
     inf = math.inf
-    assert one_row(device, 0.5, 0.0) == (2.0, 0.5, 0.0), "no far keys"
+    assert one_row(device, 0.5, 0.0) == (2.0, 0.5, 0.0), "no global keys"
     assert one_row(device, -inf, 0.0)[1:] == (-inf, 0.0), "no keys"
-    assert one_row(device, -inf, 1.0) == (5.0, 0.0, 1.0), "no near keys"
-    assert one_row(device, 300.0, 1.0) == (2.0, 300.0, inf), "near keys outweigh all"
-    assert one_row(device, -300.0, 1.0) == (5.0, 0.0, 1.0), "far keys outweigh all"
-    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "far keys have faded to nothing"
+    assert one_row(device, -inf, 1.0) == (5.0, 0.0, 1.0), "no local keys"
+    assert one_row(device, 300.0, 1.0) == (2.0, 300.0, inf), "local keys outweigh all"
+    assert one_row(device, -300.0, 1.0) == (5.0, 0.0, 1.0), "global keys outweigh all"
+    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "global keys have faded to nothing"
     assert one_row(device, -inf, 1.0, -5000.0) == (5.0, -5000.0, 1.0), "which is all that there is"
     both = ((2.0 + 3.0 * 5.0) / 4.0, -5000.0 + math.log(4.0), 4.0)
     assert one_row(device, -5000.0, 3.0, -5000.0) == pytest.approx(both, rel=1e-6)
@@ -102,7 +102,7 @@ def test_limits(device):
 
 
 def test_rows_are_on_their_own(device):
-    """Rows without far keys keep their bits, and NaN stays in its row."""
+    """Rows without global keys keep their bits, and NaN stays in its row."""
     o, lse, o_global, z_global, _ = operands(device, n=70)
     z_global[:, :, ::3] = 0.0
     z_global[:, 1, 4] = -1.0

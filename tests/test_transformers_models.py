@@ -27,7 +27,9 @@ SOFTMAX = [
     (torch, "softmax"), (torch.Tensor, "softmax"), (torch.nn.functional, "softmax"),
     (torch.nn.functional, "scaled_dot_product_attention"), (torch.nn.functional, "multi_head_attention_forward"),
 ]  # fmt: skip
-NOT_ATTENTION = {"RfDetrMultiscaleDeformableAttention", "Ovis2VisionModel", "SuperPointInterestPointDecoder"}
+NOT_ATTENTION = {  # a softmax of what is no scores of queries and keys
+    "RfDetrMultiscaleDeformableAttention", "Ovis2VisionModel", "SuperPointInterestPointDecoder", "PatchTSMixerGatedAttention",
+}  # fmt: skip
 HARMLESS = {  # what reaches an attention function and does not ask for another one
     "scaling", "dropout", "is_causal", "use_cache", "position_ids", "output_attentions", "output_hidden_states",
     "return_dict", "deterministic", "grid_thw", "output_router_logits",

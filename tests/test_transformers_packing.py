@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tiny_decoders import gpt2, hybrid, llama, mistral, run, tokens  # noqa: E402
+from transformers import masking_utils as masks  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
 from fastmax.integrations.transformers import FastmaxCache, add_decay  # noqa: E402
@@ -233,23 +234,135 @@ def test_bounds_are_of_one_row():
         llama()(tokens(2, 12), **ALONE)
 
 
-def test_patterns_that_are_not_packing():
-    """Compositions of masks by the same means, in transformers and in models of their own."""
-    from transformers import masking_utils as masks
+def patterns(n=12):
+    """Mask functions, and whether they are causal within the documents that they show."""
+    documents = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
+    packed = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(documents))
+    later = torch.zeros(1, n, n, dtype=torch.bool)
+    later[0, 2, 9] = True
+    earlier = torch.ones(1, n, n, dtype=torch.bool)
+    earlier[0, 10, 7] = False
+    skips = documents.clone()
+    skips[0, :4] = 2  # the first document again at the end
+    return {
+        "packed": (packed, True),
+        "in another order": (masks.and_masks(masks.packed_sequence_mask_function(documents), masks.causal_mask_function), True),
+        "of a function of its own": (lambda row, head, q, k: (documents[row, q] == documents[row, k]) & (q - k >= 0), True),
+        "causal": (masks.and_masks(masks.causal_mask_function, masks.causal_mask_function), True),
+        "both ways in documents": (masks.packed_sequence_mask_function(documents), False),
+        "or": (masks.or_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(documents)), False),
+        "window": (masks.sliding_window_causal_mask_function(3), False),
+        "chunks": (masks.and_masks(masks.chunked_overlay(5, torch.zeros(1).long()), packed), True),
+        "one later key": (masks.or_masks(packed, lambda row, head, q, k: later[row, q, k]), False),
+        "one earlier key less": (masks.and_masks(packed, lambda row, head, q, k: earlier[row, q, k]), False),
+        "a document in two parts": (
+            masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(skips)),
+            False,
+        ),
+    }
 
-    def other(*index):
-        return masks.causal_mask_function(*index)
 
-    packed = masks.packed_sequence_mask_function(torch.zeros(1, 4))
-    arguments = {"allow_is_causal_skip": False}
-    assert integration.packing.is_packed(masks.and_masks(masks.causal_mask_function, packed), arguments)
-    for pattern in (
-        masks.and_masks(masks.causal_mask_function, other),
-        masks.and_masks(packed, other),
-        masks.and_masks(packed, packed),
-        masks.and_masks(masks.causal_mask_function, packed, other),
-        masks.or_masks(masks.causal_mask_function, packed),
-        masks.sliding_window_causal_mask_function(3),
-        masks.causal_mask_function,
-    ):
-        assert not integration.packing.is_packed(pattern, arguments)
+@pytest.mark.parametrize("name", patterns())
+@pytest.mark.parametrize("all_pairs", [1 << 24, 0], ids=["every key of a query", "some keys of a query, here all"])
+def test_patterns_are_compared(name, all_pairs, monkeypatch):
+    monkeypatch.setattr(integration.packing, "_ALL_PAIRS", all_pairs)
+    pattern, is_packed = patterns()[name]
+    first = integration.packing.first_tokens(pattern, 1, 12, torch.device("cpu"))
+    assert integration.packing.differs_from_packing(pattern, first).item() is not is_packed
+
+
+@pytest.mark.parametrize(
+    "keys_of",
+    [
+        lambda q, k, begin: (k >= begin) & (k <= q) & (k > q - 7),  # a window
+        lambda q, k, begin: (k >= begin) & (k <= q) & (k // 20 == q // 20),  # chunks
+        lambda q, k, begin: (k >= begin) & (k <= q + 1),  # the next token
+        lambda q, k, begin: (k >= begin) & (k < q),  # without the token itself
+        lambda q, k, begin: (k >= begin - 1) & (k <= q),  # the last token of the document before
+    ],
+)
+def test_ends_of_documents_show_every_interval(keys_of, monkeypatch):
+    """In long rows, with no other key of a query compared than a single one."""
+    monkeypatch.setattr(integration.packing, "_ALL_PAIRS", 0)
+    monkeypatch.setattr(integration.packing, "_KEYS", 1)
+    first = torch.zeros(2, 100, dtype=torch.bool)
+    first[0, [0, 17, 64]] = first[1, [0, 50, 51]] = True
+    begin = torch.where(first, torch.arange(100), 0).cummax(1).values
+
+    def differs(keys_of):
+        return integration.packing.differs_from_packing(lambda row, head, q, k: keys_of(q, k, begin[row, q]), first).item()
+
+    assert not differs(lambda q, k, begin: (k >= begin) & (k <= q))
+    assert differs(keys_of)
+
+
+def test_patterns_with_holes_in_long_rows(monkeypatch):
+    monkeypatch.setattr(integration.packing, "_ALL_PAIRS", 0)
+    n = 1000
+    first = torch.arange(n)[None] == 0
+    rng = torch.rand(n, n, generator=torch.Generator().manual_seed(0))
+    for share in (0.1, 1e-3):
+        hole = rng < share
+        assert integration.packing.differs_from_packing(lambda row, head, q, k, hole=hole: (k <= q) & ~hole[q, k], first)
+
+
+@pytest.mark.parametrize("name", patterns())
+def test_layer_refuses_another_pattern(name):
+    pattern, is_packed = patterns()[name]
+    mask = integration.fastmax_mask(1, 12, 12, mask_function=pattern, allow_is_causal_skip=False)
+    layer, q = llama().model.layers[0].self_attn, torch.randn(1, 4, 12, 6, dtype=torch.float64)
+    if not is_packed:
+        with pytest.raises(ValueError, match="takes the causal and the bidirectional mask, not that of this layer"):
+            integration.fastmax_attention_forward(layer, q, q, q, mask)
+        return
+    o, _ = integration.fastmax_attention_forward(layer, q, q, q, mask)
+    index = torch.arange(12)
+    visible = pattern(torch.tensor(0), torch.tensor(0), index[:, None], index)
+    s = q @ q.mT / 6**0.5
+    w = torch.where(visible, 1 + s + s * s / 2, 0.0)
+    torch.testing.assert_close(o.transpose(1, 2), w / w.sum(-1, keepdim=True) @ q)
+
+
+ARGUMENTS_OF_OTHERS = {
+    "a window": {"local_size": 20},
+    "a function of numbers": {"use_vmap": True},
+    "a bidirectional mask": {"allow_is_causal_skip": True},
+    "padding": {"attention_mask": torch.ones(1, 12, dtype=torch.bool)},
+    "a cache": {"kv_length": 15, "q_offset": 3},
+    "a static cache": {"q_offset": torch.tensor(0)},
+}
+
+
+@pytest.mark.parametrize("changed", ARGUMENTS_OF_OTHERS.values(), ids=ARGUMENTS_OF_OTHERS)
+def test_what_transformers_never_packs_is_not_compared(changed):
+    pattern, _ = patterns()["packed"]
+    sizes = {"batch_size": 1, "q_length": 12, "kv_length": 12, "q_offset": 0, "kv_offset": 0}
+    arguments = sizes | {"mask_function": pattern, "attention_mask": None, "allow_is_causal_skip": False}
+    assert integration.fastmax_mask(**arguments).refusal is None
+    assert "takes the causal and the bidirectional mask" in integration.fastmax_mask(**arguments | changed).refusal
+
+
+def test_another_pattern_in_a_compiled_layer():
+    torch.compiler.reset()
+    layer, q = llama().model.layers[0].self_attn, torch.randn(1, 4, 12, 6, dtype=torch.float64)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def attend(q, hidden):
+        pattern = masks.and_masks(masks.causal_mask_function, lambda row, head, query, key: ~hidden[query, key])
+        mask = integration.fastmax_mask(1, 12, 12, mask_function=pattern, allow_is_causal_skip=False)
+        return integration.fastmax_attention_forward(layer, q, q, q, mask)[0]
+
+    hidden = torch.zeros(12, 12, dtype=torch.bool)
+    attend(q, hidden)
+    hidden[10, 7] = True
+    with pytest.raises(RuntimeError, match="takes the causal and the bidirectional mask"):
+        attend(q, hidden)
+
+
+def test_patterns_with_a_state():
+    pattern, _ = patterns()["packed"]
+    layer, q = llama().model.layers[0].self_attn, torch.randn(1, 4, 12, 6)
+    keys = FastmaxCache(layer.config).update(q[:, :2], q[:, :2], 0)
+    mask = integration.fastmax_mask(1, 12, 12, mask_function=pattern, allow_is_causal_skip=False)
+    with pytest.raises(ValueError, match="without a cache .*; got a FastmaxCache"):
+        integration.fastmax_attention_forward(layer, q, *keys, mask)

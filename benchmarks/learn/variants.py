@@ -55,7 +55,7 @@ VARIANTS = {
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
-    "softmax_near": Variant("without far keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
+    "softmax_near": Variant("without global keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
     "p2_without_decay": Variant("without decay", parts={"decay": False}),
     "p2_without_window": Variant("without exact window", window=False),
     "p2_without_output_norm": Variant("without norm of the output", parts={"output_norm": False}),

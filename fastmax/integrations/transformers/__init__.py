@@ -4,11 +4,12 @@
     model = AutoModelForCausalLM.from_config(config, attn_implementation="fastmax")
 
 Options of `fastmax_attention` come from the model's configuration: `config.fastmax = {"p": 1}`, or `configure(model, p=1)`.
-They are saved with it, and so is the choice of fastmax. `temperature` defaults to the scale of the softmax attention that is
-replaced.
+The options and the choice of fastmax are saved with it. `temperature` defaults to the inverse of the scale of the softmax
+attention that is replaced.
 
-What is not fastmax over all (earlier) keys raises an error: a model with attention of its own when it is made (`models`), a
-mask or an argument that asks for another function in the layer that gets it (`masks`, `forward`).
+Whatever is not fastmax over all (earlier) keys raises an error: attention of a model's own in the first forward (`observation`)
+or when the model is made (`models`), and a mask or an argument that asks for another function in the layer that receives it
+(`masks`, `forward`).
 """
 
 from fastmax.integrations.transformers._installed import MINIMUM_VERSION

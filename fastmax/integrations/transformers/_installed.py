@@ -1,4 +1,4 @@
-"""Imported before all else: says which transformers is needed where none, or an older one, is installed."""
+"""Raises an ImportError that names the required version where transformers is missing or too old. Imported first."""
 
 MINIMUM_VERSION = "5.4"  # the first whose mask functions receive q_length and q_offset
 

@@ -1,8 +1,8 @@
 """A cache of constant size for `generate`: the states of recurrent fastmax attention in place of keys and values.
 
-transformers' layers hand new keys and values to the cache and what it returns, all keys and values, to the attention function.
-A state has none to return: `update` gives back objects that only `fastmax_attention_forward` can read. It takes them to the
-state together with the queries, the mask and the options, which the cache never sees. Any other use of them raises an error.
+transformers' layers pass new keys and values to the cache, and pass what it returns to the attention function. A state holds no
+keys and values to return. So `update` returns objects that only `fastmax_attention_forward` can read. That function has the
+queries, the mask and the options too, and adds the tokens to the state. Any other use of the objects raises an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastmax.integrations.transformers.options import GLOBAL, NAME, all_options,
 from fastmax.integrations.transformers.unreadable import Unreadable
 
 FLUSH_INTERVAL = 32  # tokens that a state on a GPU buffers: most steps then only read it (docs/cuda.md)
-_NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
-_KEPT = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' layers: tensors, or dicts of them
+_NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # they do not change what a state holds
+_KEPT = ("keys", "values", "conv_states", "recurrent_states")  # attributes of transformers' layers: tensors, or dicts of them
 _GOES_FORWARD = (
     "FastmaxCache cannot forget tokens: its sums hold no single one. Decoding that takes tokens back (assisted, prompt lookup, "
     'contrastive search) needs transformers\' DynamicCache (cache_implementation="dynamic")'
@@ -30,17 +30,17 @@ _GOES_FORWARD = (
 
 
 class NewTokens(Unreadable):
-    """Keys, or values, on their way to the state of a layer: what `FastmaxLayer.update` returns, for fastmax alone."""
+    """Keys or values that are to join the state of a layer. `FastmaxLayer.update` returns them, and only fastmax reads them."""
 
     def __init__(self, layer: FastmaxLayer | None, tensor: Tensor | None):
         self.layer = layer
         self.tensor = tensor
 
     def take(self, values: NewTokens) -> FastmaxLayer:
-        """The layer that these keys wait for, with these values.
+        """Returns the layer whose state these keys and values are to join.
 
         Raises:
-            ValueError: they wait for none.
+            ValueError: no layer expects these keys with these values.
         """
         waiting = None if self.layer is None else self.layer.pending
         if waiting is None or waiting[0] is not self or waiting[1] is not values:
@@ -60,7 +60,7 @@ class NewTokens(Unreadable):
 
 
 class FastmaxLayer(CacheLayerMixin):
-    """The `DecodeState` of one layer, made in its first call from the options of that call."""
+    """A layer of the cache with a `DecodeState`, which the first call makes from its options."""
 
     is_compileable = False  # the state advances in Python
     is_croppable = False
@@ -74,7 +74,7 @@ class FastmaxLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.state: DecodeState | None = None
-        self.hidden: Tensor | None = None  # as FastmaxMask.hidden, of the tokens seen, on the state's device; None = none is
+        self.hidden: Tensor | None = None  # FastmaxMask.hidden of the tokens seen, on the state's device; None = no padding
         self.options: dict = {}
         self.pending: tuple[NewTokens, NewTokens] | None = None
         self.offloads = False
@@ -84,10 +84,10 @@ class FastmaxLayer(CacheLayerMixin):
         raise NotImplementedError("a layer of FastmaxCache is initialised by the first call of its attention")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[NewTokens, NewTokens]:
-        """Announce tokens, which join the state in `attend`.
+        """Takes new tokens, which join the state in `attend`.
 
         Raises:
-            ValueError: those of an earlier call have not.
+            ValueError: tokens of an earlier call have not joined.
         """
         if self.pending is not None:
             raise ValueError(
@@ -98,19 +98,20 @@ class FastmaxLayer(CacheLayerMixin):
         return self.pending
 
     def attend(self, query: Tensor, mask: FastmaxMask, options: dict, log_decay: Tensor | None = None) -> Tensor:
-        """Attention of the tokens of the last `update` to themselves and all before; they join the state.
+        """Computes attention of the tokens of the last `update` to themselves and all earlier ones; they join the state.
 
         Args:
             query: (b, h, n, d).
-            mask: its last n keys are the new ones.
-            options: of `fastmax_attention`; `temperature` among them.
+            mask: its last n keys are the new tokens.
+            options: of `fastmax_attention`, with `temperature`.
             log_decay: (b, hk, n), of the new tokens.
 
         Returns:
             (b, h, n, dv).
 
         Raises:
-            ValueError: anything but causal self-attention of these tokens with the options and the padding of earlier calls.
+            ValueError: a call that is not causal self-attention of these tokens, or other options or padding than in earlier
+                calls.
         """
         key, value = (tokens.tensor for tokens in self.pending)
         n = query.shape[2]
@@ -130,7 +131,7 @@ class FastmaxLayer(CacheLayerMixin):
         return o
 
     def number_of_keys(self) -> int:
-        """That the last of the tokens of the last `update` sees, itself among them."""
+        """Returns the number of keys that the last new token sees, itself included."""
         return self.get_seq_length() + self.pending[0].tensor.shape[2]
 
     def _check(self, batch: int, n: int, mask: FastmaxMask, options: dict) -> None:
@@ -165,7 +166,7 @@ class FastmaxLayer(CacheLayerMixin):
             raise ValueError(f"the state in FastmaxCache was made with the options {self.options}, got {options}")
 
     def _padding_of_new(self, n: int, mask: FastmaxMask, device: torch.device) -> Tensor | None:
-        """(b, n), True = joins the state; None = all do. Checks that the mask says of earlier tokens what it said then."""
+        """Returns which new tokens join the state, (b, n); None = all. Refuses another padding of earlier tokens."""
         if mask.padding is None and self.hidden is None:
             return None
         if mask.padding is None:
@@ -191,18 +192,18 @@ class FastmaxLayer(CacheLayerMixin):
         self.options = _of_state(options)
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
-        options = {name: value for name, value in self.options.items() if name != "log_decay"}  # it comes with the tokens
+        options = {name: value for name, value in self.options.items() if name != "log_decay"}  # each call brings its own
         flush_interval = flush_interval_of(query.device, options.get("p", 2))
         self.state = init_state(*sizes, dtype=dtype, device=query.device, flush_interval=flush_interval, **options)
         self.device = query.device
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """All tokens that have joined or are padding."""
+        """Returns the number of tokens seen, padding included."""
         return 0 if self.state is None else self.state.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys that the mask is about, and the first."""
+        """Returns the number of keys that the mask covers, and the index of the first."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -227,7 +228,7 @@ class FastmaxLayer(CacheLayerMixin):
             self.hidden = None if self.hidden is None else self.hidden.repeat_interleave(repeats)
 
     def offload(self) -> None:
-        """Move the state to the CPU: now, or where tokens wait for it, once they have joined."""
+        """Moves the state to the CPU; where new tokens are to join it, after they have joined."""
         self.offloads = True
         if self.pending is None:
             self._move(torch.device("cpu"))
@@ -244,22 +245,23 @@ class FastmaxLayer(CacheLayerMixin):
 
 
 class FastmaxCache(Cache):
-    """The `past_key_values` of a causal model that runs fastmax. Where all layers do, no number of tokens changes its size;
-    other layers keep keys and values as in transformers' DynamicCache, sliding ones those of their window.
+    """The `past_key_values` of a causal model that runs fastmax. Its size does not depend on the number of tokens.
+
+    Layers that do not run fastmax keep keys and values as in transformers' DynamicCache, sliding ones those of their window.
 
         model.generate(**inputs, past_key_values=FastmaxCache(model.config))
 
-    Padding is read from the `attention_mask` of all tokens, from the first call on; tokens that are padding never join.
-    `crop` is refused, and with it assisted decoding. `copy.deepcopy` gives a cache to go on from twice.
+    Padding is read from the `attention_mask` of all tokens, from the first call on; padding never joins a state. `crop` is
+    refused, and with it assisted decoding. `copy.deepcopy` makes an independent cache.
 
     Args:
         config: the model's; of a composite model that of its text part is used.
-        offloading: keep states on the CPU, but those of the layer that runs and the next, as transformers' other caches do.
+        offloading: keep states on the CPU, except those of the layer that runs and the next, as transformers' caches do.
 
     Raises:
-        TypeError: no configuration, or no bool.
-        ValueError: a configuration of another attention, with options that a state does not have, or with layers to run fastmax
-            that are not full attention.
+        TypeError: `config` is not a configuration, or `offloading` not a bool.
+        ValueError: a configuration of another attention, options that a state does not support, or fastmax in layers that are
+            not full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, offloading: bool = False):
@@ -293,7 +295,7 @@ class FastmaxCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, and of what layers that do not run fastmax keep."""
+        """Bytes of the states, and of the tensors that other layers keep."""
         states = sum(layer.state.nbytes for layer in self.layers if isinstance(layer, FastmaxLayer) and layer.state is not None)
         others = [layer for layer in self.layers if not isinstance(layer, FastmaxLayer)]
         kept = pytree.tree_leaves([getattr(layer, name, None) for layer in others for name in _KEPT])
@@ -303,7 +305,7 @@ class FastmaxCache(Cache):
         raise ValueError(_GOES_FORWARD)  # before any other layer is cropped
 
     def activate_past_recording(self) -> None:
-        """What assisted decoding calls before all else."""
+        """Refuses assisted decoding, which calls this first."""
         raise ValueError(_GOES_FORWARD)
 
 
@@ -313,7 +315,7 @@ def _refuse_quadratic(options: dict) -> None:
 
 
 def refuse_sequence(options: dict) -> None:
-    """Raise where keys are normalised over a sequence whose end is not known."""
+    """Refuses normalisation over a sequence that is not complete."""
     if options.get("normalize") in (True, "sequence"):
         raise ValueError(
             'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
@@ -322,15 +324,16 @@ def refuse_sequence(options: dict) -> None:
 
 
 def _of_state(options: dict) -> dict:
+    """Returns the options that a state depends on."""
     return {name: value for name, value in options.items() if name not in _NOT_OF_A_STATE}
 
 
 def flush_interval_of(device: torch.device, p: int) -> int:
-    """A state of p = 1 is no larger than the tokens that it would gather; on a CPU a step does not wait for memory."""
+    """Returns the flush interval of a state. A buffer saves memory traffic on a GPU; a state of p = 1 is as small as one."""
     return FLUSH_INTERVAL if device.type == "cuda" and p == 2 else 1
 
 
 def _can_overwrite(state: DecodeState) -> bool:
-    """Whether no graph needs the state and PyTorch lets it be written: inference mode's tensors only within it."""
+    """Returns whether a state can be written in place: autograd does not need it, and inference mode permits it."""
     recorded = torch.is_grad_enabled() or state.kv_state.requires_grad
     return not recorded and (torch.is_inference_mode_enabled() or not state.kv_state.is_inference())

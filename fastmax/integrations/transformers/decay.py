@@ -1,8 +1,8 @@
-"""Learned decay gates in the attention layers of a model: modules of the model, which its configuration lists.
+"""Learned decay gates: modules in the attention layers of a model, listed in its configuration.
 
-A gate sees what its layer sees. A hook before the layer's `forward` computes the decays and passes them on as an argument,
-which transformers' layers hand to the attention function. What the configuration lists is built when a model is made, before
-weights are loaded, so that those of a saved model find their place.
+A gate reads the hidden states of its layer. A forward pre-hook of the layer computes the decays and passes them as an argument,
+which transformers' layers pass on to the attention function. Gates that the configuration lists are built when a model is made,
+before its weights are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARGUMENT = "log_decay"
 
 
 class DecayGate(nn.Module):
-    """`log_decay = logsigmoid(x W + b)` of each key/value head, from the hidden states x that a layer gets."""
+    """A gate `log_decay = logsigmoid(x W + b)` for each key/value head, of the hidden states x that a layer receives."""
 
     def __init__(self, embed_dim: int, heads: int, longest_half_life: float, shortest_half_life: float, **made):
         super().__init__()
@@ -38,13 +38,13 @@ class DecayGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Of parameters that were not loaded: weights 0, and biases by half-lives, as in `FastmaxSelfAttention`."""
+        """Sets parameters that were not loaded: weights 0, and biases by half-lives, as in `FastmaxSelfAttention`."""
         biases = biases_of_half_lives(self.bias.shape[0], self.longest_half_life, self.shortest_half_life)
         initialization.zeros_(self.weight)
         initialization.copy_(self.bias, biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, n, embed_dim) -> (b, heads, n)."""
+        """Computes log decays: (b, n, embed_dim) -> (b, heads, n)."""
         return log_decay_of(x, self.weight, self.bias).transpose(1, 2)
 
     def extra_repr(self) -> str:
@@ -58,26 +58,26 @@ def add_decay(
     shortest_half_life: float = SHORTEST_HALF_LIFE,
     layers: Iterable[int] | None = None,
 ) -> list[str]:
-    """Add a decay gate to attention layers of a model, in place: `log_decay = logsigmoid(x W + b)` for each key/value head.
+    """Adds a decay gate to attention layers of a model, in place: `log_decay = logsigmoid(x W + b)` for each key/value head.
 
     The gates' parameters are the model's (`...fastmax_decay.weight`, `...fastmax_decay.bias`): trained, saved and loaded with
-    it; `config.fastmax_decay` lists the layers. They do not depend on x at first; the half-lives of a layer's heads are spread
-    geometrically. Where keys are cached, `FastmaxCache` is needed.
+    it; `config.fastmax_decay` lists the layers. At first the decays do not depend on x, and the half-lives of a layer's heads
+    form a geometric sequence. Generation with cached keys needs `FastmaxCache`.
 
     Args:
-        model: runs fastmax.
-        longest_half_life: tokens after which a key of the slowest head weighs half at first; the context's length is a good
-            value for a model to be trained.
-        shortest_half_life: of the fastest head; a layer with one head has the longest. Two large numbers, as 1e6, leave a
-            trained model nearly as it is.
-        layers: indices; all layers that are causal and run fastmax when None.
+        model: a model that runs fastmax.
+        longest_half_life: initial half-life of the slowest head, in tokens; for training from scratch, the context length is
+            a good value.
+        shortest_half_life: initial half-life of the fastest head; a layer with one head has the longest. Two large numbers,
+            such as 1e6, leave a trained model nearly unchanged.
+        layers: indices of layers; None = all causal layers that run fastmax.
 
     Returns:
         The names of the layers that have a gate now.
 
     Raises:
-        TypeError, ValueError: naming the argument, or the layer that cannot have one: of softmax attention, not causal, with a
-            gate already.
+        TypeError, ValueError: an invalid argument, or a layer that cannot have a gate: one of softmax attention, one that is
+            not causal, or one with a gate.
     """
     check_model(model)
     validation.check_positive("longest_half_life", longest_half_life)
@@ -95,7 +95,7 @@ def add_decay(
     }
     for layer in chosen.values():
         _attach(layer, listed, device=next(layer.parameters()).device, dtype=model.dtype)
-        gate_of(layer)._is_hf_initialized = True  # to be trained from here, not initialised again by transformers
+        gate_of(layer)._is_hf_initialized = True  # transformers must not initialise it again
     for config in configurations(model):
         if type(config) is type(first.config):
             setattr(config, GATE, listed)
@@ -103,7 +103,7 @@ def add_decay(
 
 
 def build_gates(model: PreTrainedModel) -> None:
-    """Those that the configurations list and the layers lack, when the model is made."""
+    """Builds the gates that the configurations list and the layers lack, when the model is made."""
     for name, layer in attention_layers(model):
         listed = getattr(layer.config, GATE, None)
         if listed and is_causal_self_attention(layer) and layer.layer_idx in listed["layers"] and gate_of(layer) is None:
@@ -112,11 +112,12 @@ def build_gates(model: PreTrainedModel) -> None:
 
 
 def gate_of(layer: nn.Module) -> DecayGate | None:
+    """Returns the decay gate of a layer."""
     return getattr(layer, GATE, None)
 
 
 def refuse_layer(name: str, layer: nn.Module) -> None:
-    """Raise where a gate would have no effect, or another one."""
+    """Refuses a gate in a layer that would ignore or misuse it."""
     if not runs_fastmax(layer):
         raise ValueError(
             f"a decay gate is for layers that run fastmax, and {name} ({type(layer).__name__}) runs softmax attention "
@@ -133,7 +134,7 @@ def refuse_layer(name: str, layer: nn.Module) -> None:
 
 
 def refuse_missing(layer: nn.Module, log_decay: Tensor | None) -> None:
-    """Raise where the configuration lists a gate whose decays do not come, or the other way round."""
+    """Refuses a layer whose gate and configuration disagree, or whose gate's decays do not reach the attention function."""
     listed = getattr(layer.config, GATE, None)
     listed = bool(listed) and is_causal_self_attention(layer) and layer.layer_idx in listed["layers"]
     kind = type(layer).__name__
@@ -149,7 +150,7 @@ def refuse_missing(layer: nn.Module, log_decay: Tensor | None) -> None:
 
 
 def reset_gate(module: nn.Module) -> bool:
-    """What transformers does for modules that it knows, when weights are made or were not in a checkpoint."""
+    """Initialises a gate whose weights were not loaded. Returns whether the module is a gate."""
     if isinstance(module, DecayGate) and not getattr(module, "_is_hf_initialized", False):
         module.reset_parameters()
         module._is_hf_initialized = True
@@ -177,7 +178,7 @@ def _chosen(model: PreTrainedModel, layers: Iterable[int] | None) -> dict[str, n
         if missing or not layers:
             raise ValueError(f"{accepted}, got {sorted(missing)}")
         causal = {name: layer for name, layer in chosen.items() if is_causal_self_attention(layer)}
-        if {layer.layer_idx for layer in causal.values()} == layers:  # not the cross-attention beside them
+        if {layer.layer_idx for layer in causal.values()} == layers:  # without the cross-attention of the same index
             chosen = causal
     for name, layer in chosen.items():
         refuse_layer(name, layer)
@@ -204,7 +205,7 @@ def _kv_heads(layer: nn.Module) -> int:
 
 
 def _pass_decay(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The hook: a function of the module, so that models are copied and pickled with it."""
+    """Forward pre-hook of the layer. A function of this module, it is copied and pickled with the model."""
     refuse_layer("this layer", layer)
     if not args and "hidden_states" not in kwargs:
         raise ValueError(f"the decay gate of {type(layer).__name__} needs its hidden_states, got {sorted(kwargs)}")

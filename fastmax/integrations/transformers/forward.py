@@ -1,4 +1,4 @@
-"""fastmax as a function of transformers' attention interface."""
+"""The attention function that transformers' interface calls for `attn_implementation="fastmax"`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
 from fastmax.integrations.transformers.decay import refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
+from fastmax.integrations.transformers.observation import observer_at_work
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
 from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
 
@@ -29,11 +30,11 @@ _OTHER_FUNCTIONS = {
     "block_indices": "sparse attention",
     "cache": "a paged cache",
 }
-_IN_MASK = {"sliding_window"}  # what softmax attention reads from the mask
+_IN_MASK = {"sliding_window"}  # softmax attention has these in its mask
 
 
 def register() -> None:
-    """Give transformers the name `attn_implementation="fastmax"`."""
+    """Registers the name "fastmax" with transformers' interfaces of attention and masks."""
     AttentionInterface.register(NAME, fastmax_attention_forward)
     AttentionMaskInterface.register(NAME, fastmax_mask)
 
@@ -49,22 +50,42 @@ def fastmax_attention_forward(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv) -> (b, n, h, dv).
+    """Computes fastmax attention: query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv) -> (b, n, h, dv).
 
-    Layers that the option `layers` leaves out go on to transformers' "sdpa".
+    Layers that the option `layers` leaves out run transformers' "sdpa".
 
     Args:
         module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
-        key, value: those that query sees, or of a `FastmaxCache` the new ones, on their way to its state.
+        key, value: those that query sees; with a `FastmaxCache` the new ones, which are to join its state.
         attention_mask: what `fastmax_mask` returns; or bool (batch, 1, 1, keys), True = takes part, of a bidirectional layer.
         dropout: of attention weights; must be 0, unless the option `dropout` takes its place.
         scaling: softmax attention's scale; the temperature is its inverse unless an option says otherwise.
-        is_causal: only asked when the model makes no mask.
+        is_causal: read only where the model makes no mask.
 
     Raises:
         ValueError: the layer asks for another function than fastmax attention (sliding window, sinks, custom mask, ...).
         TypeError: an unknown option.
     """
+    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
+    observer = None if torch.compiler.is_compiling() else observer_at_work()
+    if observer is None:
+        return _attention(module, query, key, value, attention_mask, **given)
+    with observer.asked_by(module):
+        return _attention(module, query, key, value, attention_mask, **given)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Computes what `fastmax_attention_forward` returns."""
     of_softmax = not runs_fastmax(module)
     for name, meaning in _OTHER_FUNCTIONS.items():
         if kwargs.get(name) is not None and not (of_softmax and name in _IN_MASK):
@@ -111,7 +132,7 @@ def fastmax_attention_forward(
 def _softmax(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: FastmaxMask | Tensor | None, given: dict
 ) -> tuple[Tensor, None]:
-    """Of a layer that the option `layers` leaves out."""
+    """Computes softmax attention of a layer that the option `layers` leaves out."""
     of_ours = isinstance(attention_mask, FastmaxMask)
     cu_seqlens = _named_documents(query, given)
     if cu_seqlens is not None:
@@ -123,10 +144,13 @@ def _softmax(
 
 
 def _documents(query: Tensor, keys: int, mask: FastmaxMask, has_state: bool, given: dict) -> Tensor | None:
-    """Bounds (`cu_seqlens`) of the documents of all rows end to end; None = each row is one."""
+    """Returns the bounds (`cu_seqlens`) of the documents of all rows end to end; None = each row is one document."""
+    of_mask = mask.cu_seqlens(query.device) if mask.packed else None
+    if mask.packed and has_state:
+        raise ValueError(f"{ONLY}; got a FastmaxCache")
     cu_seqlens = _named_documents(query, given)
     if cu_seqlens is None:
-        return mask.cu_seqlens(query.device) if mask.packed else None
+        return of_mask
     n = query.shape[2]
     if not mask.causal or mask.padding is not None or has_state or keys != n:
         kind, masked = "causal" if mask.causal else "not causal", "no" if mask.padding is None else "an"
@@ -136,7 +160,7 @@ def _documents(query: Tensor, keys: int, mask: FastmaxMask, has_state: bool, giv
 
 
 def _named_documents(query: Tensor, given: dict) -> Tensor | None:
-    """The bounds among the arguments, checked by themselves."""
+    """Returns the bounds among the arguments, checked without the mask."""
     of_queries, of_keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if of_queries is None:
         if of_keys is not None:
@@ -166,7 +190,7 @@ def _log_decay(
     constant: list | None,
     of_gate: Tensor | None,
 ) -> Tensor | None:
-    """(b, hk, keys) of the keys, or of a `FastmaxCache` of the new ones: padding makes no other key fade."""
+    """Returns the decays (b, hk, keys), with a `FastmaxCache` of the new keys; padding causes no decay."""
     refuse_missing(module, of_gate)
     if constant is None and of_gate is None:
         return None
@@ -192,7 +216,7 @@ def _log_decay(
 
 
 def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:
-    """The mask of a layer whose model makes none, or one of its own, and not by transformers' mask functions."""
+    """Returns the mask of a layer whose model does not use transformers' mask functions."""
     if attention_mask is None:
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         if causal is None:
@@ -216,7 +240,7 @@ def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: 
 
 
 def _no_dropout(module: nn.Module, dropout: float) -> str:
-    """What to set to 0 in a live model, and where the configurations have it."""
+    """Returns the message that refuses dropout: what to set to 0 in a live model and in a configuration."""
     layer = type(module).__name__
     found = [f"{layer}.{name}" for name, value in vars(module).items() if "drop" in name and value == dropout]
     found += [f"{layer}.{name}.p" for name, part in module.named_children() if getattr(part, "p", None) == dropout]

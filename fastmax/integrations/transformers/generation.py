@@ -1,7 +1,7 @@
-"""`FastmaxCache` as the cache that `generate` makes, for models whose configuration asks for it.
+"""Lets `generate` make a `FastmaxCache` for models whose configuration asks for it.
 
-`generate` knows a fixed list of caches by name and makes a DynamicCache of keys and values unless told otherwise; an attention
-implementation has no say. So the method that makes it is wrapped, and only a DynamicCache that was just made is replaced.
+`generate` has a fixed list of caches, and an attention implementation cannot add to it. So the method that makes the cache is
+wrapped, and a DynamicCache that it has just made is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastmax.integrations.transformers.options import NAME, wants_constant_memor
 
 
 def watch_generation() -> None:
-    """From now on. Called on import; a second call changes nothing."""
+    """Wraps the method of `generate` that makes a cache. Called on import; a second call changes nothing."""
     if hasattr(GenerationMixin._prepare_cache_for_generation, "watched_by_fastmax"):
         return
     prepare = GenerationMixin._prepare_cache_for_generation
@@ -39,5 +39,5 @@ def watch_generation() -> None:
 
 
 def _is_default(config: PreTrainedConfig) -> bool:
-    """Where the option says so, and where there are decay gates, since no other cache serves them."""
+    """Returns whether a model uses `FastmaxCache` by default: by its option, or with decay gates, which need it."""
     return config._attn_implementation == NAME and (wants_constant_memory(config) or bool(getattr(config, GATE, None)))

@@ -1,4 +1,4 @@
-"""The attention layers of a model that ask transformers for their function, and which of them run fastmax."""
+"""Finds the attention layers of a model that transformers' attention functions serve, and those that run fastmax."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax.integrations.transformers.classes import asks_interface
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, fastmax_layers
 
 
 def attention_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules."""
+    """Yields the names and modules of the attention layers."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "config", None), PreTrainedConfig) and asks_interface(type(module)):
+        if is_attention_layer(module):
             yield name, module
 
 
+def is_attention_layer(module: nn.Module) -> bool:
+    """Returns whether a module has the attributes that transformers' attention functions read from a layer."""
+    has_both = isinstance(getattr(module, "config", None), PreTrainedConfig) and hasattr(module, "is_causal")
+    return has_both and not isinstance(module, PreTrainedModel)
+
+
 def is_causal_self_attention(layer: nn.Module) -> bool:
-    """As far as the layer itself says, with a place among the model's."""
+    """Returns whether a layer says that it is causal self-attention and which layer of the model it is."""
     causal = getattr(layer, "is_causal", None) is True and not getattr(layer, "is_cross_attention", False)
     return causal and isinstance(getattr(layer, "layer_idx", None), int)
 
 
 def runs_fastmax(layer: nn.Module) -> bool:
-    """
+    """Returns whether an attention layer runs fastmax.
+
     Raises:
         ValueError: the configuration names layers, and this one does not say which it is.
     """
@@ -44,6 +50,6 @@ def runs_fastmax(layer: nn.Module) -> bool:
 
 
 def implementation(layer: nn.Module) -> str:
-    """What it runs."""
+    """Returns the name of the attention that a layer runs."""
     chosen = layer.config._attn_implementation
     return SOFTMAX if chosen == NAME and not runs_fastmax(layer) else chosen

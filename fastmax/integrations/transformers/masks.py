@@ -1,8 +1,7 @@
 """Masks that only fastmax's attention can read.
 
-transformers asks `fastmax_mask` for a mask per pattern and hands the result to the layers. A layer with attention of its own
-may be among them, and any tensor, or None, would mean something to it. So the result is an object that raises in every use
-but ours.
+transformers asks `fastmax_mask` for a mask of each pattern and passes the result to the layers. To a layer with attention of
+its own, any tensor or None would be a valid mask. So the result is an object that raises an error in every other use.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from transformers.utils.import_utils import is_tracing
 
 from fastmax.core import validation
 from fastmax.integrations.transformers.options import GLOBAL, NAME
-from fastmax.integrations.transformers.packing import ONLY, bounds, first_tokens, is_packed
+from fastmax.integrations.transformers.packing import ONLY, bounds, differs_from_packing, first_tokens, may_be_packed
 from fastmax.integrations.transformers.unreadable import Unreadable
 
 
 class FastmaxMask(Unreadable):
-    """What the queries of a layer may see.
+    """The keys that the queries of a layer may see.
 
     Attributes:
         causal: each query sees the keys up to its own position, aligned at the end; else all keys.
         padding: bool (batch, keys), True = takes part; None = all do.
-        refusal: why fastmax cannot run a layer with this mask; None = it can.
-        keys: how many there are, those in a cache included; None = not known.
-        packed: each query sees its own document only.
+        refusal: the error of a layer that uses this mask; None = fastmax can run it.
+        keys: the number of keys, those in a cache included; None = not known.
+        packed: each query sees its own document only, as far as the arguments say; `cu_seqlens` checks it.
         model: the kind of model, for messages.
         arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
     """
@@ -59,24 +58,31 @@ class FastmaxMask(Unreadable):
         self.documents_are_checked = False
 
     def dense(self) -> Tensor | None:
-        """transformers' mask for "sdpa", of the same pattern: for layers of this model that run softmax attention."""
+        """Returns transformers' mask for "sdpa" of the same pattern, for layers that run softmax attention."""
         if self._dense is None:
             self._dense = (sdpa_mask(**self._arguments),)
         return self._dense[0]
 
     def first_tokens(self, device: torch.device) -> Tensor:
-        """bool (batch, queries), True = begins a document."""
+        """Returns which tokens begin a document: bool (batch, queries)."""
         sizes = self._arguments["batch_size"], self._arguments["q_length"]
         return first_tokens(self._arguments["mask_function"], *sizes, device)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Of a packed mask: bounds of the documents of all rows end to end."""
+        """Returns the bounds of the documents of all rows end to end, of a packed mask.
+
+        Raises:
+            ValueError: the pattern is not the causal one within these documents.
+        """
         if self._cu_seqlens is None:
-            self._cu_seqlens = bounds(self.first_tokens(device))
+            first = self.first_tokens(device)
+            differs = differs_from_packing(self._arguments["mask_function"], first)
+            refuse_where(differs, _PATTERN.format(model=self.model))
+            self._cu_seqlens = bounds(first)
         return self._cu_seqlens
 
     def refuse_other_documents(self, cu_seqlens: Tensor) -> None:
-        """Raise where the pattern has other documents than these, once for all layers that share the mask."""
+        """Refuses documents that differ from those of the pattern, once for all layers that share the mask."""
         if not self.documents_are_checked:
             self.documents_are_checked = True
             first = self.first_tokens(cu_seqlens.device).flatten()
@@ -88,9 +94,9 @@ class FastmaxMask(Unreadable):
             )
 
     def refuse_packing(self, position_ids: Tensor) -> None:
-        """Raise where the positions of tokens that take part start again, once for all layers that share the mask.
+        """Refuses positions that start again among tokens that take part, once for all layers that share the mask.
 
-        transformers itself looks at the positions only where there is neither a cache nor a mask.
+        transformers itself reads the positions only without a cache and without a mask.
 
         Args:
             position_ids: (batch or 1, queries).
@@ -105,10 +111,10 @@ class FastmaxMask(Unreadable):
         refuse_where(again, PACKED)
 
     def hidden(self, new: int) -> tuple[Tensor, Tensor]:
-        """Which tokens are padding, in a number for each row: of those before the last `new`, and of these.
+        """Returns a hash of the padding of each row: of the tokens before the last `new`, and of these.
 
-        A sum of one number for each such token (splitmix64 of its place, modulo 2**64): 0 where there is none, and the numbers
-        of two parts add up, so that what earlier masks said is known without keeping them.
+        It is a sum over the tokens that are padding, of splitmix64 of the position modulo 2**64; 0 = no padding. Hashes of two
+        parts add up, so that a mask can be compared with earlier ones that are not kept.
 
         Returns:
             Two int64 tensors (batch,).
@@ -132,8 +138,7 @@ class FastmaxMask(Unreadable):
 
 
 def refuse_where(wrong: Tensor, message: str) -> None:
-    """Raise where any is True. Under `torch.compile` the values are not known: there an assertion is left in the graph, whose
-    RuntimeError says the same."""
+    """Raises a ValueError where any element is True. A graph gets an assertion with the same message, a RuntimeError."""
     if is_tracing(wrong):
         validation.check_in_graph(~wrong.any(), message)
     elif wrong.any():
@@ -163,7 +168,7 @@ def fastmax_mask(
     config: PreTrainedConfig | None = None,
     **kwargs,
 ) -> FastmaxMask:
-    """transformers' mask interface. Raises nothing: a model may make masks that none of its layers use.
+    """Makes the mask that transformers' mask interface asks for. It raises nothing: a model may make masks that no layer uses.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset: sizes, and positions of the first query and key.
@@ -172,11 +177,20 @@ def fastmax_mask(
         config: the model's, for messages.
 
     Returns:
-        The mask; its `refusal` says what the layer that uses it will raise: for another pattern, keys past the last query
-        (a static cache), an attention_mask of another length.
+        The mask. Its `refusal` is the error of a layer that uses it: for another pattern, keys past the last query (a static
+        cache), an attention_mask of another length.
     """
     model = getattr(config, "model_type", None) or "this model"
-    packed = is_packed(mask_function, kwargs)
+    sizes = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+    }
+    arguments = kwargs | sizes | {"mask_function": mask_function, "attention_mask": attention_mask, "config": config}
+    is_known = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    packed = not is_known and may_be_packed(arguments)
     causal = packed or mask_function is causal_mask_function
     refusal = None
     if not causal and mask_function is not bidirectional_mask_function:
@@ -188,12 +202,4 @@ def fastmax_mask(
             f'attention_mask must cover all {kv_offset + kv_length} keys with attn_implementation="{NAME}", those in the cache '
             f"included, got shape {tuple(attention_mask.shape)}"
         )
-    sizes = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-    }
-    arguments = kwargs | sizes | {"mask_function": mask_function, "attention_mask": attention_mask, "config": config}
     return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length, arguments, packed)

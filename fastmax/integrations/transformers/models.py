@@ -1,21 +1,23 @@
-"""Which models fastmax can run: asked when a model is made with, or given, `attn_implementation="fastmax"`.
+"""Checks a model when it is made with `attn_implementation="fastmax"` or set to it, and lets its first forward be observed.
 
-A mask refuses most attention that does not go through transformers' interface (`masks`), but not one that reads no mask. So the
-modules themselves are looked at. transformers has no hook for that, nor for parts that a configuration adds to its models
-(`decay`), hence the wrapped methods of `watch`.
+transformers has no hook for either event, nor for submodules that a configuration adds to a model (`decay`). So `watch` wraps
+methods of `PreTrainedModel`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax.integrations.transformers.classes import asks_interface, computes_attention, looks_attention_up
 from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
 from fastmax.integrations.transformers.layers import attention_layers, implementation, runs_fastmax
+from fastmax.integrations.transformers.observation import INSTEAD, is_of_pytorch, observe_first_forward, refusal
 from fastmax.integrations.transformers.options import (
     NAME,
     SOFTMAX,
@@ -29,28 +31,23 @@ from fastmax.integrations.transformers.options import (
 )
 from fastmax.integrations.transformers.packing import refuse_caches_of_documents
 
-_INSTEAD = (
-    "In a composite model choose the parts that can, as in "
-    f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
-)
-
 
 def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> dict[str, str]:
-    """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
+    """Checks a model that is set to fastmax, and lets its next forward be observed (`observation`).
 
-    Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand. Layers
-    that run fastmax are given the hook by which they refuse packed documents in a cache (`packing`).
+    It is called whenever a model is made or gets another implementation. Call it after setting `_attn_implementation` by hand.
+    Layers that run fastmax also get the hook by which they refuse packed documents in a cache (`packing`).
 
     Args:
         model: the model.
-        left_out: configurations of parts that were meant to run another attention; by default those that do now.
+        left_out: configurations of parts that are meant to run another attention; by default those that do now.
 
     Returns:
         What each attention layer runs, by its name: "fastmax", or "sdpa" where the option `layers` leaves it out or the
         configuration of its part says so.
 
     Raises:
-        ValueError: the parts with attention of their own, by name; `layers` that the model does not have.
+        ValueError: a part with attention of its own, by name; `layers` that the model does not have.
         TypeError, ValueError: an option that `fastmax_attention` refuses.
     """
     check_model(model)
@@ -64,33 +61,31 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         if layer.config._attn_implementation == NAME:
             check_values(**all_options(layer.config))
             refuse_caches_of_documents(layer)
-    own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
-    if own:
-        names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
-        raise ValueError(
-            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {names} would compute softmax attention all the '
-            f"same. {_INSTEAD}"
-        )
+    for name, module, config in list(_covered(model, None, _other(model.config) if left_out is None else left_out)):
+        if isinstance(module, nn.MultiheadAttention):
+            raise ValueError(refusal(model, name, module, "it is PyTorch's own"))
+        if not is_of_pytorch(module):
+            observe_first_forward(model, name, module, config)
     return {name: implementation(layer) for name, layer in attention_layers(model)}
 
 
 def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
-    """Set the options of fastmax attention in a model's configuration, and in its sub-configurations.
+    """Sets the options of fastmax attention in a model's configuration, and in its sub-configurations.
 
-    Replaces what was set before. Equal to `config.fastmax = options` on each, with the names checked now.
+    They replace all options set earlier. Equal to `config.fastmax = options` on each, with the options checked now.
 
     Args:
         model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
             `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
-            `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token; `layers`, the
-            indices of the layers that run fastmax, or "global", those that `config.layer_types` calls full attention: the
-            others run softmax attention, transformers' "sdpa", with the masks of the model; `constant_memory`, True: `generate`
-            makes a `FastmaxCache` where it would make a DynamicCache.
+            `log_decay`, a list of a number <= 0 for each key/value head, the decay of keys with every token; `layers`, the
+            indices of the layers that run fastmax, or "global" for those that `config.layer_types` calls full attention (the
+            others run transformers' "sdpa" with the masks of the model); `constant_memory`, True: `generate` makes a
+            `FastmaxCache` where it would make a DynamicCache.
 
     Raises:
-        TypeError, ValueError: naming the option, what it was and what is accepted; `layers` that the model does not have;
+        TypeError, ValueError: an option, with its value and the accepted ones; `layers` that the model does not have;
             options that its decay gates exclude. The configurations then stay as they were.
     """
     if not isinstance(model, PreTrainedConfig):
@@ -113,7 +108,7 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
 
 
 def _check_configured(model: nn.Module | PreTrainedConfig, configs: list[PreTrainedConfig]) -> None:
-    """Raise where the parts that run fastmax cannot have their options; where none does yet, where no part has the layers."""
+    """Checks the new options of the parts that run fastmax; where none does yet, that some part has the layers named."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     parts = [part for part in modules if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME]
     for part in parts:
@@ -138,8 +133,10 @@ def _check_some_part_has_the_layers(configs: list[PreTrainedConfig]) -> None:
 
 
 def _check_layers(part: PreTrainedModel) -> None:
-    """Where the option `layers` leaves layers out, transformers must have the softmax attention that these are to run."""
-    uncapped = getattr(part.config, "attn_logit_softcapping", 0) is None  # Gemma 2, which can then, whatever it says
+    """Checks that transformers has softmax attention for the layers that the option `layers` leaves out."""
+    uncapped = (
+        getattr(part.config, "attn_logit_softcapping", 0) is None
+    )  # Gemma 2 can run sdpa without the cap, although it says otherwise
     if fastmax_layers(part.config) is not None and not part._supports_sdpa and not uncapped:
         raise ValueError(
             f'{type(part).__name__} has no attn_implementation="{SOFTMAX}" in transformers, which layers run that the option '
@@ -148,7 +145,7 @@ def _check_layers(part: PreTrainedModel) -> None:
 
 
 def watch() -> None:
-    """Check every model that is made or set to fastmax from now on. Called on import; a second call changes nothing."""
+    """Lets every model be checked when it is made or set to fastmax. Called on import; a second call changes nothing."""
     if hasattr(PreTrainedModel.post_init, "watched_by_fastmax"):
         return
     accept = PreTrainedModel.get_correct_attn_implementation
@@ -205,35 +202,55 @@ def _check_applied(config: PreTrainedConfig, requested: str | dict) -> None:
         for name, part in requested.items():
             _check_applied(getattr(config, name) if name else config, part)
     elif requested == NAME and config._attn_implementation != NAME:
-        raise ValueError(f'the {config.model_type} part cannot run attn_implementation="{NAME}". {_INSTEAD}')
+        raise ValueError(f'the {config.model_type} part cannot run attn_implementation="{NAME}". {INSTEAD}')
 
 
 def _check_dispatch(model: PreTrainedModel) -> None:
-    """By the class and the file that it is from, before any part of the model is made."""
-    if not type(model)._can_set_attn_implementation() or looks_attention_up(type(model)):
+    """Checks a model whose parts may not be made yet."""
+    if not type(model)._can_set_attn_implementation() or _takes_attention_from_a_table(model):
         raise ValueError(
             f'{type(model).__name__} cannot run attn_implementation="{NAME}": it computes attention without transformers\' '
-            f"attention interface. {_INSTEAD}"
+            f"attention interface. {INSTEAD}"
         )
+
+
+def _takes_attention_from_a_table(model: PreTrainedModel) -> bool:
+    """Whether attention layers are of classes that the model's file lists by implementation, without fastmax.
+
+    Where the model has no parts yet, those of the same model with "eager" attention, made on the meta device, tell.
+    """
+    tables = [table for table in vars(sys.modules[type(model).__module__]).values() if isinstance(table, dict)]
+    listed = [kind for table in tables if "eager" in table and NAME not in table for kind in table.values()]
+    listed = tuple(kind for kind in listed if isinstance(kind, type) and issubclass(kind, nn.Module))
+    if not listed:
+        return False
+    if not any(True for _ in model.children()):
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = type(model)(config)
+    return any(isinstance(module, listed) for module in model.modules())
 
 
 def _other(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [part for part in configurations(config) if part._attn_implementation != NAME]
 
 
-def _own_attention(module: nn.Module, expected: bool, left_out: list[PreTrainedConfig], name: str = "") -> Iterator[str]:
-    """Names of the modules that are expected to run fastmax and would run another attention.
+def _covered(
+    module: nn.Module, config: PreTrainedConfig | None, left_out: list[PreTrainedConfig], name: str = ""
+) -> Iterator[tuple[str, nn.Module, PreTrainedConfig]]:
+    """Yields the modules that are to run fastmax: name, module, and the configuration whose choice holds for it.
 
     Some models make configurations for their parts, which the choice of fastmax does not reach (MaskFormer's backbone). There
-    what holds for the whole is expected, and attention that goes through the interface is another one too.
+    the choice for the whole model holds.
     """
-    config = getattr(module, "config", None)
-    reached = True
-    if isinstance(config, PreTrainedConfig):
-        reached = config._attn_implementation == NAME
-        expected = reached or (expected and not any(config is part for part in left_out))
-    if expected and (computes_attention(type(module)) or (not reached and asks_interface(type(module)))):
-        yield f"{name} ({type(module).__name__})"
-        return
+    own = getattr(module, "config", None)
+    if isinstance(own, PreTrainedConfig):
+        if own._attn_implementation == NAME:
+            config = own
+        elif any(own is part for part in left_out):
+            config = None
+    if config is not None:
+        yield name, module, config
     for child_name, child in module.named_children():
-        yield from _own_attention(child, expected, left_out, f"{name}.{child_name}".lstrip("."))
+        yield from _covered(child, config, left_out, f"{name}.{child_name}".lstrip("."))

@@ -1,4 +1,4 @@
-"""The options of fastmax attention in a model's configuration, and the choice of fastmax in what is saved."""
+"""Reads and checks the options of fastmax in a model's configuration, and saves the choice of fastmax with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastmax.core import validation
 
 NAME = "fastmax"
 GLOBAL = "global"
-SOFTMAX = "sdpa"  # of transformers: what layers run that are not among the layers named
+SOFTMAX = "sdpa"  # what transformers calls the attention of layers that the option `layers` leaves out
 OPTIONS = frozenset(
     {
         "normalize",
@@ -29,26 +29,26 @@ OPTIONS = frozenset(
         "use_custom_gradient",
     }
 )
-OF_MODELS = frozenset({"layers", "constant_memory"})  # no options of an attention layer
+OF_MODELS = frozenset({"layers", "constant_memory"})  # not passed to an attention layer
 
 
 def check_model(model: object) -> None:
-    """A module: the model, or one around it."""
+    """Checks that `model` is a module: the model, or one around it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a transformers model, got {validation.describe(model)}")
 
 
 def options_of(config: PreTrainedConfig) -> dict:
-    """A copy of the options of attention that a configuration holds.
+    """Returns a copy of the options of attention in a configuration.
 
     Raises:
-        TypeError, ValueError: an unknown option; `log_decay`, `layers` or `constant_memory` that is none.
+        TypeError, ValueError: an unknown option; a `log_decay`, `layers` or `constant_memory` that is invalid.
     """
     return {name: value for name, value in all_options(config).items() if name not in OF_MODELS}
 
 
 def all_options(config: PreTrainedConfig) -> dict:
-    """A copy of what a configuration holds, options of models too; as `options_of`."""
+    """Returns a copy of all options in a configuration, those of models included. Raises as `options_of`."""
     options = getattr(config, "fastmax", None)
     options = {} if options is None else options
     if not isinstance(options, dict):
@@ -58,6 +58,7 @@ def all_options(config: PreTrainedConfig) -> dict:
 
 
 def check_options(options: dict) -> None:
+    """Checks the names of options, and the values that only Hugging Face models have."""
     known = OPTIONS | OF_MODELS
     unknown = sorted(set(options) - known)
     if unknown:
@@ -83,7 +84,7 @@ def check_values(
     use_custom_gradient: object = True,
     **checked: object,
 ) -> None:
-    """The rules of `fastmax_attention` for the options that a configuration gives it, which every call checks again."""
+    """Checks options by the rules of `fastmax_attention`, which every call checks again."""
     validation.check_score(temperature, a0, a1, a2, p)
     validation.check_normalize(normalize, lim)
     validation.check_not_negative("dropout", dropout)
@@ -116,10 +117,10 @@ def _check_layers(layers: object) -> None:
 
 
 def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
-    """Indices of the layers that run fastmax where `attn_implementation` says so; None = all.
+    """Returns the indices of the layers that run fastmax in a model that is set to it; None = all.
 
     Raises:
-        ValueError: `layers` of which the model has none.
+        ValueError: `layers` that the model does not have.
     """
     layers = all_options(config).get("layers")
     if layers is None:
@@ -144,12 +145,12 @@ def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
 
 
 def wants_constant_memory(config: PreTrainedConfig) -> bool:
-    """By the option of that name."""
+    """Returns the option `constant_memory`."""
     return all_options(config).get("constant_memory", False)
 
 
 def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Every configuration that a model's layers may read, once: its own, the sub-configurations, and copies of them."""
+    """Yields every configuration that a model's layers may read, once: its own, the sub-configurations, and copies."""
     seen = set()
     waiting = [model] if isinstance(model, PreTrainedConfig) else [getattr(part, "config", None) for part in model.modules()]
     while waiting:
@@ -161,10 +162,10 @@ def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTra
 
 
 def remember_choice(config: PreTrainedConfig) -> None:
-    """Let `attn_implementation` be saved with a configuration that chose fastmax, and not with one that did not.
+    """Sets `attn_implementation` in a configuration that chose fastmax, to be saved with it, and removes it from others.
 
     transformers drops the choice on saving, but reads the key `attn_implementation` of a saved configuration. So a model
-    comes back as it was saved, and where this package is not imported transformers refuses the name.
+    comes back as it was saved. Where this package is not imported, transformers refuses the name.
     """
     chosen = _chosen(config)
     if chosen is not None:
@@ -174,7 +175,7 @@ def remember_choice(config: PreTrainedConfig) -> None:
 
 
 def _chosen(config: PreTrainedConfig) -> str | dict | None:
-    """The implementation of a configuration and its parts, as transformers takes it; None where fastmax is not among them."""
+    """Returns the implementations of a configuration and its parts, as transformers takes them; None without fastmax."""
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     parts = {name: _chosen(part) or part._attn_implementation for name, part in parts.items() if part is not None}
     if all(part == config._attn_implementation for part in parts.values()):

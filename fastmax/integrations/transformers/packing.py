@@ -1,7 +1,8 @@
 """Packed batches: rows of several documents end to end, by positions that start again or by FlashAttention's `cu_seq_lens_q`.
 
-transformers finds the first kind itself, where there is neither an attention_mask nor a cache, and changes the pattern of the
-mask. It is recognised here, and where documents begin is asked of the pattern: their first token does not see the one before.
+transformers finds the first kind itself, where there is neither an attention_mask nor a cache, and changes the mask function. A
+mask function is a function of indices. Calls of it say where documents begin: their first token does not see the one before.
+Then it is compared with the pattern of these documents: for every query and key of short rows, in O(n) for long ones.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, masking_utils
-from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+from transformers import Cache
 from transformers.utils.import_utils import is_tracing
 
 from fastmax.integrations.transformers.options import NAME
 
-_AND = and_masks(causal_mask_function).__code__
-_PACKED = packed_sequence_mask_function(None).__code__
-_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in transformers 5.4
-_REMAPPED = None if _REMAP is None else _REMAP(causal_mask_function, None).__code__
+_ALL_PAIRS = 1 << 24  # of a query and a key, for all rows: up to here every pair is compared (a row of 4096 tokens)
+_KEYS = 256  # per query that are compared in longer rows
 
 ONLY = (
     f'attn_implementation="{NAME}" takes packed sequences (position_ids that start again, cu_seq_lens_q) in causal layers, '
@@ -28,16 +26,16 @@ ONLY = (
 
 
 def refuse_caches_of_documents(layer: nn.Module) -> None:
-    """Let an attention layer refuse `cu_seq_lens_q` beside a cache, empty or not: later tokens would see all documents in it.
+    """Lets an attention layer refuse `cu_seq_lens_q` beside a cache, in which later tokens would see all documents.
 
-    Only the layer sees the cache: to the attention function keys that come from an empty one look as if there were none.
+    The attention function cannot tell an empty cache from none; the layer receives the cache itself.
     """
     if _refuse_cache not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
 
 
 def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-    """The hook: a function of the module, so that models are copied and pickled with it."""
+    """Forward pre-hook of the layer. A function of this module, it is copied and pickled with the model."""
     if kwargs.get("cu_seq_lens_q") is None or layer.config._attn_implementation != NAME:
         return
     for given in (*args, *kwargs.values()):
@@ -45,35 +43,54 @@ def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
             raise ValueError(f"{ONLY}; got cu_seq_lens_q and a {type(given).__name__} in {type(layer).__name__}")
 
 
-def is_packed(mask_function: Callable, arguments: dict) -> bool:
-    """Whether a pattern of transformers' mask functions is the causal one within each document of a row.
-
-    Under `torch.compile` every call with position_ids and neither mask nor cache has that pattern.
+def may_be_packed(arguments: dict) -> bool:
+    """Returns whether the arguments of a mask function can be those of a packed batch.
 
     Args:
-        arguments: the others of the mask function.
+        arguments: of transformers' mask interface. A packed batch has as many queries as keys and no padding. `local_size`
+            is given with windows and chunks, `use_vmap` with functions that take single numbers.
     """
-    if getattr(mask_function, "__code__", None) is not _AND:
+    if isinstance(arguments["q_offset"], Tensor) or arguments["q_offset"] != 0 or arguments["kv_offset"] != 0:
         return False
-    if torch.compiler.is_compiling():  # what closures hold is hidden; other patterns come with these arguments
-        others = arguments.get("local_size") is not None or arguments.get("use_vmap", False)
-        return not others and arguments.get("allow_is_causal_skip") is False
-    parts = _closure(mask_function)["mask_functions"]
-    codes = [getattr(part, "__code__", None) for part in parts]
-    causal = [part is causal_mask_function or _is_remapped_causal(part) for part in parts]
-    return len(parts) == 2 and codes.count(_PACKED) == 1 and any(causal)
+    if arguments["q_length"] != arguments["kv_length"] or arguments["attention_mask"] is not None:
+        return False
+    plain = arguments.get("local_size") is None and not arguments.get("use_vmap", False)
+    return plain and arguments.get("allow_is_causal_skip") is False
 
 
-def _is_remapped_causal(part: Callable) -> bool:
-    return getattr(part, "__code__", None) is _REMAPPED and _closure(part)["mask_function"] is causal_mask_function
+def differs_from_packing(mask_function: Callable, first: Tensor) -> Tensor:
+    """Returns whether a mask function is not causal within documents: bool, one element.
 
+    In short rows every query is compared with every key. In long rows, and in a graph, whose sizes may be symbolic, the keys of
+    a query are the ends of its document, their neighbours, and `_KEYS` others spread over the row. The ends find every pattern
+    in which a query sees an interval of keys (windows, chunks, prefixes), so only patterns with holes depend on the others.
 
-def _closure(function: Callable) -> dict:
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
+    Args:
+        mask_function: takes indices of a row, a head, a query and a key, tensors that broadcast.
+        first: bool (batch, n), True = begins a document.
+    """
+    batch, n = first.shape
+    query = torch.arange(n, device=first.device)[:, None]
+    rows = torch.arange(batch, device=first.device)[:, None, None]
+    document = first.cumsum(1)
+    if not is_tracing(first) and batch * n * n <= _ALL_PAIRS:
+        key = query.T[None]
+    else:
+        begin = torch.where(first, query.T, 0).cummax(1).values[..., None]
+        step = 1 + (n - 1) // _KEYS
+        # Neighbouring queries get other keys: all residues modulo `step` occur.
+        spread = torch.arange(_KEYS, device=first.device) * step + query % step
+        key = torch.cat(
+            (begin, begin - 1, query.expand_as(begin), query.expand_as(begin) + 1, spread.expand(batch, n, _KEYS)), 2
+        )
+        key = key.clamp(0, n - 1)
+    row_of_key = document.gather(1, key.expand(batch, -1, -1).flatten(1)).unflatten(1, key.shape[1:])
+    expected = (key <= query) & (document[..., None] == row_of_key)
+    return (mask_function(rows, torch.zeros_like(rows), query, key) != expected).any()
 
 
 def first_tokens(mask_function: Callable, batch: int, n: int, device: torch.device) -> Tensor:
-    """bool (batch, n), True = begins a document, by the pattern of a mask."""
+    """Returns which tokens begin a document by a mask function: bool (batch, n)."""
     rows = torch.arange(batch, device=device)[:, None]
     later = torch.arange(1, n, device=device)[None, :]
     sees_the_last = mask_function(rows, torch.zeros_like(rows), later, later - 1).expand(batch, n - 1)
@@ -81,8 +98,10 @@ def first_tokens(mask_function: Callable, batch: int, n: int, device: torch.devi
 
 
 def bounds(first: Tensor) -> Tensor:
-    """`cu_seqlens` of the rows end to end, int32, from where documents begin (batch, n). In a compiled graph, where their
-    number is not known, as long as if each token were one: the others are empty, at the end."""
+    """Returns `cu_seqlens` of the rows end to end, int32, from the tokens that begin a document (batch, n).
+
+    A compiled graph does not know their number: there it has an entry for every token, and the last documents are empty.
+    """
     first = first.flatten()
     total = first.shape[0]
     if is_tracing(first):
@@ -93,11 +112,13 @@ def bounds(first: Tensor) -> Tensor:
 
 
 def end_to_end(x: Tensor) -> Tensor:
-    """Rows of a batch one after the other: (b, h, n, ...) -> (1, h, b * n, ...), without a copy as transformers' layers lay out
-    their heads."""
+    """Returns the rows of a batch one after the other: (b, h, n, ...) -> (1, h, b * n, ...).
+
+    No copy is made of heads as transformers' layers lay them out.
+    """
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def rows_again(x: Tensor, batch: int) -> Tensor:
-    """What `end_to_end` took."""
+    """Inverts `end_to_end`."""
     return x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Objects in the place of tensors that fastmax alone can read: whatever else uses one raises an error."""
+"""Objects that stand in for tensors and that only fastmax can read: any other use of one raises an error."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch.utils import _pytree as pytree
 
 
 class ForeignAttentionError(AttributeError, ValueError):
-    """An attention that is not fastmax used an object of fastmax's. An AttributeError, so that `hasattr` says False."""
+    """Another attention used an object of fastmax. It is an AttributeError, so that `hasattr` returns False."""
 
 
 class Unreadable:
-    """Raises a `ForeignAttentionError` in every use as a tensor, a number or a sequence."""
+    """An object that raises a `ForeignAttentionError` in every use as a tensor, a number or a sequence."""
 
     def _misuse(self, use: str) -> str:
-        """What the error says; `use` is the name of the attribute, method or function."""
+        """Returns the message of the error; `use` is the name of the attribute, method or function."""
         raise NotImplementedError
 
     def _foreign(self, use: str) -> ForeignAttentionError:
         return ForeignAttentionError(self._misuse(use))
 
     def __getattr__(self, name: str):
-        if not vars(self):  # not made yet: copy and pickle ask before they fill it
+        if not vars(self):  # copy and pickle ask before they set attributes
             raise AttributeError(name)
         raise self._foreign(name)
 
@@ -43,7 +43,7 @@ def _raise_foreign(name: str) -> Callable:
     return use
 
 
-# What Python looks up on the class, and so passes __getattr__ by.
+# Python looks these up on the class, without __getattr__.
 _BINARY = ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor")
 _OTHER = ("bool", "int", "float", "index", "len", "iter", "contains", "getitem", "setitem", "invert", "neg", "abs", "array")
 for _name in (*_BINARY, *(f"r{_binary}" for _binary in _BINARY), *_OTHER, "eq", "ne", "lt", "le", "gt", "ge"):

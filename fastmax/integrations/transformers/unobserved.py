@@ -1,4 +1,9 @@
-"""Tells from the bytecode of a module's class whether its attention asks transformers for its function."""
+"""Tells from the bytecode of a module's class whether it computes softmax attention without transformers' interface.
+
+Only a model that is compiled before its first eager forward asks. While `torch.compile` traces, operations are not dispatched,
+and a graph without breaks leaves no place for an eager forward, so that nothing can be observed. What looks like attention here
+is refused with `fullgraph=True`. Otherwise the error ends the tracing, and the forward runs eagerly and is observed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,7 @@ from types import CodeType, FunctionType, ModuleType
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from fastmax.integrations.transformers.options import NAME
-
-_ATTENTION = {  # functions that are attention, whoever calls them
+_ATTENTION = {  # functions that compute attention
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
     "flex_attention",
@@ -31,25 +34,24 @@ _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "tensordot"}
 _INTERFACE = {"get_interface", "ALL_ATTENTION_FUNCTIONS"}
 _ROUTER = re.compile(r"(Router|Gate|Gating|MoE)$")
-_BASES = {*nn.Module.__mro__, *PreTrainedModel.__mro__, *GenerationMixin.__mro__}  # whose methods no layer calls for attention
+_BASES = {*nn.Module.__mro__, *PreTrainedModel.__mro__, *GenerationMixin.__mro__}  # their methods compute no attention
 
 
 @functools.cache
-def computes_attention(kind: type[nn.Module]) -> bool:
-    """Whether a class of modules is attention that does not ask transformers' interface for its function.
+def reads_like_attention(kind: type[nn.Module]) -> bool:
+    """Returns whether a class of modules looks like attention that does not ask transformers' interface for its function.
 
-    A class that refers to a function of attention is, whatever its name. A softmax that `forward` reaches, or the constructor,
-    counts where the class is called attention; outside of transformers, whose classes of attention are all called so, also
-    beside two matrix products, those of scores and of values. Deformable attention has no scores of queries and keys, and does
-    not count.
+    A class that refers to a function of attention does, whatever its name. A softmax that `forward` or the constructor reaches
+    counts in a class that is called attention. In classes from outside transformers it also counts beside two matrix products.
+    Deformable attention has no scores of queries and keys, and does not count.
     """
     if issubclass(kind, nn.MultiheadAttention):
         return True
-    if asks_interface(kind):
+    if _asks_interface(kind):
         return False
     if _names_of(kind, _methods(kind)).keys() & _ATTENTION:
         return True
-    # The constructor makes an nn.Softmax. What `sample` of a language model does is no part of its layers.
+    # The constructor may make an nn.Softmax. A language model's `sample` is not part of its layers.
     names = _names_of(kind, _reached(kind, "forward", "__init__"))
     if not names.keys() & _SOFTMAX:
         return False
@@ -58,13 +60,13 @@ def computes_attention(kind: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def asks_interface(kind: type[nn.Module]) -> bool:
-    """Whether `forward`, or a method that it calls, does."""
+def _asks_interface(kind: type[nn.Module]) -> bool:
+    """Returns whether `forward`, or a method that it calls, asks transformers' interface."""
     return bool(_reached(kind, "forward") & _INTERFACE)
 
 
 def _reached(kind: type[nn.Module], *first: str) -> set[str]:
-    """These names, and all that the methods of these names refer to, and the methods of those."""
+    """Returns these names and all names that the methods of these names refer to, directly or through other methods."""
     methods, names, waiting = _methods(kind), set(), set(first)
     while waiting:
         names |= waiting
@@ -81,7 +83,7 @@ def _names_of(kind: type[nn.Module], names: Iterable[str]) -> Counter[str]:
 
 @functools.cache
 def _methods(kind: type[nn.Module]) -> dict[str, list[FunctionType]]:
-    """The functions of a class by name: the one that Python finds, and after it those that it may reach by `super`."""
+    """Returns the functions of a class by name: first the one that Python finds, then those that it may reach by `super`."""
     methods: dict[str, list[FunctionType]] = {}
     for base in inspect.getmro(kind):
         if base in _BASES or _package(base) == "torch":
@@ -95,26 +97,10 @@ def _methods(kind: type[nn.Module]) -> dict[str, list[FunctionType]]:
     return methods
 
 
-@functools.cache
-def looks_attention_up(kind: type[nn.Module]) -> bool:
-    """Whether a part of a model takes its class from a table of the model's own, by the implementation's name."""
-    seen, waiting = {kind}, [kind]
-    while waiting:
-        make = inspect.unwrap(waiting.pop().__init__)
-        for name in _names_in(make.__code__):
-            value = make.__globals__.get(name)
-            if isinstance(value, dict) and "eager" in value and NAME not in value:
-                return True
-            if inspect.isclass(value) and issubclass(value, nn.Module) and value not in seen:
-                seen.add(value)
-                waiting.append(value)
-    return False
-
-
 def _names(function: FunctionType) -> Counter[str]:
-    """Every global and attribute that a function, and the functions that it calls, refer to, and how often.
+    """Counts the globals and attributes that a function refers to, and those of the functions that it calls.
 
-    Functions of its own file are followed, and those of other packages than PyTorch, transformers and this one.
+    Functions of its own file are followed, and those of packages other than PyTorch, transformers and fastmax.
     """
     names, seen, waiting = Counter(), set(), [function]
     while waiting:
@@ -149,7 +135,7 @@ def _is_of_a_library(value: FunctionType | ModuleType) -> bool:
 
 
 def _names_in(code: CodeType) -> Counter[str]:
-    """The names in a function's bytecode, and in that of the functions within it; `@` counts as matmul."""
+    """Counts the names in the bytecode of a function and of the functions inside it; `@` counts as matmul."""
     names = Counter()
     for instruction in dis.get_instructions(code):
         if instruction.opcode in dis.hasname:
