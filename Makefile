@@ -11,7 +11,7 @@ TEST_JOBS ?= $(shell $(PYTHON) -c "import os; n = min(os.cpu_count() or 1, 4); p
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench notebooks clean
+.PHONY: demo test lint docs bench notebooks wheel clean
 
 demo: $(READY)  ## train the character model, then check the custom gradient
 	$(BIN)/python examples/train_char_lm.py
@@ -42,5 +42,8 @@ $(READY): pyproject.toml setup.py $(shell find csrc -type f)
 	FASTMAX_CUDA_ARCHS="$(FASTMAX_CUDA_ARCHS)" $(BIN)/python -m pip install --no-build-isolation -e ".[docs,examples,lint,test,transformers]"
 	touch $@
 
+wheel: $(READY)  ## one wheel for every Python, in dist; with nvcc it holds the kernels for all architectures
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
