@@ -32,8 +32,8 @@ struct Kernels {
   void (*bwd)(const BwdParams& p, cudaStream_t stream);
   // Bytes of FwdParams::kept and BwdParams::kept, a whole number for every key/value head of the batch. 0: nothing is kept of this call;
   // null: of none.
-  size_t (*fwd_kept_bytes)(const FwdParams& p) = nullptr;
-  size_t (*bwd_kept_bytes)(const BwdParams& p) = nullptr;
+  size_t (*fwd_saved_bytes)(const FwdParams& p) = nullptr;
+  size_t (*bwd_saved_bytes)(const BwdParams& p) = nullptr;
   bool joins_parts = false;  // whether FwdParams::local_lse, where nothing fades, and BwdParams::adds are known
 };
 

@@ -31,7 +31,7 @@ struct Head {
 
   // The first of its weights, a count of keys that decays; 0 without a state. Not 0 for NaN.
   __device__ float keys_of_state() const {
-    return p.state.values != nullptr && !p.from_nothing ? p.state.weights[state() * rows()] : 0.f;
+    return p.state.kv_state != nullptr && !p.from_zero_state ? p.state.k_sum[state() * rows()] : 0.f;
   }
 
   // The last key before `nan` that takes part; -1, for a state that the call continues from, where there is none.
@@ -70,8 +70,8 @@ struct Head {
   // By all threads.
   __device__ void fill_new_state() const {
     const int64_t values = int64_t{rows()} * p.state.dv;
-    for (int64_t i = threadIdx.x; i < values; i += kThreads) p.state.new_values[state() * values + i] = nanf("");
-    for (int i = threadIdx.x; i < rows(); i += kThreads) p.state.new_weights[state() * rows() + i] = nanf("");
+    for (int64_t i = threadIdx.x; i < values; i += kThreads) p.state.new_kv_state[state() * values + i] = nanf("");
+    for (int i = threadIdx.x; i < rows(); i += kThreads) p.state.new_k_sum[state() * rows() + i] = nanf("");
   }
 };
 
@@ -94,7 +94,7 @@ __device__ void fill_behind_nan(const Head& x, int begin) {
     bool ends_in_nan = false;
     if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees(key, token)) {
       if (p.o != nullptr) x.fill_query(token - p.causal_offset);
-      ends_in_nan = token == p.m - 1 && p.state.new_values != nullptr;
+      ends_in_nan = token == p.m - 1 && p.state.new_kv_state != nullptr;
     }
     if (lane == kThreads - 1) last_of_chunk = nan;
     if (__syncthreads_or(ends_in_nan)) x.fill_new_state();

@@ -114,7 +114,7 @@ struct BackwardSteps {
 
   void apply(StateArgs& a) const {
     inputs(a.ny, {&a.y, &a.w});
-    turn(a.mask, a.ny), turn(a.y_scale, a.ny), turn(a.kept, a.ny);
+    turn(a.mask, a.ny), turn(a.y_scale, a.ny), turn(a.attended, a.ny);
   }
   void apply(ReadArgs& a) const {
     inputs(a.nx, {&a.x}), inputs(a.ny, {&a.y, &a.w}), outputs(a.nx, {&a.out, &a.noise});
@@ -187,7 +187,7 @@ struct PreparedInputs {
   // those of its tiles at multiples of their size. e_rows: at least so many of a head.
   PreparedInputs(const BwdParams& p, Workspace& w, int e_rows = 0)
       : widened(p, w), e_head(round_up(std::max(p.n, e_rows), kBoundary)), e_pad(e_head - p.n) {
-    if (p.g == nullptr) g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
+    if (!p.has_gradients_of_sums()) g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
     e = w.take<float>(int64_t{p.b} * p.h * e_head);
   }
 
@@ -197,14 +197,14 @@ struct PreparedInputs {
     if (e_pad > 0) {
       check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), heads, stream), "linear_prepare");
     }
-    if (p.g == nullptr) {
+    if (!p.has_gradients_of_sums()) {
       prepare(p, g, e + e_pad, e_head, stream);
     } else {
       check_cuda(cudaMemcpy2DAsync(e + e_pad, e_head * sizeof(float), p.e, p.n * sizeof(float), p.n * sizeof(float), heads,
                                    cudaMemcpyDeviceToDevice, stream),
                  "linear_prepare");
     }
-    return {in, p.g == nullptr ? contiguous(g, p.h, p.n, p.dv) : view(p.g, p.g_stride), {e + e_pad, e_head, 1}};
+    return {in, p.has_gradients_of_sums() ? view(p.g, p.g_stride) : contiguous(g, p.h, p.n, p.dv), {e + e_pad, e_head, 1}};
   }
 
   // e: heads e_head apart.

@@ -52,7 +52,7 @@ struct RowOutput {
 };
 
 // Rows of a y head that take part in a state, in a walk that fades.
-struct KeptRows {
+struct AttendedRows {
   const uint8_t* data;   // null: the mask says it, or zeros in the rows' place
   int64_t head;
   int token;
@@ -95,7 +95,7 @@ struct StateArgs : LinearProblem {
   View y, w;
   View zeroed_y, zeroed_w;  // DecayTilesArgs, for groups of rows that `kept` says are not whole; else without data
   RowMask mask;
-  KeptRows kept;
+  AttendedRows attended;
   RowScale y_scale;    // e of the y rows, in the moments sum e y y^T, sum e y, sum e
   RowScale y_factors;  // DecayTilesArgs; else without data
   StateWeights weights;
@@ -159,7 +159,7 @@ struct DecayArgs : LinearProblem {
   void* decayed_w;   // [batch][y head][ny][dv], but of dropped rows
   float* decayed_e;  // [batch][y head], heads e_head apart, of every virtual row at the token of its y row; 0 where there is no row
   int64_t e_head;
-  uint8_t* kept;   // [batch][y head][ny]
+  uint8_t* attended;  // [batch][y head][ny]
   uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
   float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (DecayFactor)
 };

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(256) linear_decay_kernel(const DecayArgs a, co
     factors[threadIdx.x] = factor;
     const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
     *own_e = drops ? 0.f : e * factor;
-    a.kept[first + token] = !drops;
+    a.attended[first + token] = !drops;
   } else if (threadIdx.x < kBoundary) {
     *own_e = 0.f;
   }

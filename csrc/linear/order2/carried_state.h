@@ -86,8 +86,8 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
     for (int i = 0; i < Places::kTogether; ++i) {
       const Place place = places(group, i);
       float& sum = accumulators[(group * Places::kTogether + i) * Places::kThreads];
-      if constexpr (kLoads) sum = place.load(a.state.values + first_value, a.state.weights + first_row);
-      else place.store(a.state.new_values + first_value, a.state.new_weights + first_row, sum);
+      if constexpr (kLoads) sum = place.load(a.state.kv_state + first_value, a.state.k_sum + first_row);
+      else place.store(a.state.new_kv_state + first_value, a.state.new_k_sum + first_row, sum);
     }
   }
 
@@ -95,10 +95,10 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
   float& count = accumulators[kSums * Places::kThreads];
   const bool is_first = threadIdx.x % 32 == 0;
   if constexpr (kLoads) {
-    count = places.has_count() && is_first ? a.state.weights[first_row] * a.factors.one : 0.f;
+    count = places.has_count() && is_first ? a.state.k_sum[first_row] * a.factors.one : 0.f;
   } else if (places.has_count()) {
     const float total = warp_sum(count) + static_cast<float>(a.uncounted.of(state / a.state_heads));
-    if (is_first) a.state.new_weights[first_row] = total * a.factors.one;
+    if (is_first) a.state.new_k_sum[first_row] = total * a.factors.one;
   }
 }
 

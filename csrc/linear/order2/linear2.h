@@ -41,7 +41,7 @@ void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStre
 void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStream_t stream);
 size_t linear2_fwd_workspace_bytes(const FwdParams& p, const StatePasses& kernels);
 size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernels);
-size_t linear2_fwd_kept_bytes(const FwdParams& p, const StatePasses& kernels);
-size_t linear2_bwd_kept_bytes(const BwdParams& p, const StatePasses& kernels);
+size_t linear2_fwd_saved_bytes(const FwdParams& p, const StatePasses& kernels);
+size_t linear2_bwd_saved_bytes(const BwdParams& p, const StatePasses& kernels);
 
 }  // namespace fastmax

@@ -25,7 +25,7 @@ inline constexpr int64_t kSmallPhaseBytes = kPhaseBytes / 3;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
 // Snapshots of all chunks that are kept from one call to the next. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
 // Hopper.
-inline constexpr int64_t kKeptBytes = int64_t{4608} << 20;
+inline constexpr int64_t kSavedBytes = int64_t{4608} << 20;
 
 // x rows looking at y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
@@ -85,11 +85,12 @@ struct StatePlan {
   int chunks;          // likewise
   int segments;        // that a walk is cut into, at most
   bool carries;        // a state, from before the first row on: accumulators go in, and come out where the last chunk ends
-  bool keeps;          // snapshots, of all chunks; of order 2, where it carries: phases are whole sequences
-  bool saves;          // memory, where snapshots of all chunks are more than may be kept; where it carries
+  bool saves_states;   // snapshots of all chunks outlive the call; order 2, where it carries: phases are whole sequences
+  bool low_memory;     // smaller phases where the snapshots of all chunks are too many to save; where it carries
 
-  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool keeps = false, bool saves = false)
-      : whole(r), sizes(sizes), carries(carries), keeps(keeps), saves(saves) {
+  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool saves_states = false,
+            bool low_memory = false)
+      : whole(r), sizes(sizes), carries(carries), saves_states(saves_states), low_memory(low_memory) {
     const int64_t states = cut(sm_count);
     batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
     heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
@@ -130,9 +131,9 @@ struct StatePlan {
   // Sizes of the largest phase, the first; nothing where nothing is before the only chunk. What is kept lies elsewhere: the slots are
   // then those of what is added to it.
   bool needs_states() const { return whole.end() > 0; }
-  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * (keeps ? 1 : chunks) : 0; }
-  int64_t kept_slots() const { return keeps ? int64_t{whole.states()} * whole.chunks : 0; }
-  int64_t kept_bytes() const { return kept_slots() * (sizes.snapshot_bytes + 4 * sizes.sum_floats); }
+  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * (saves_states ? 1 : chunks) : 0; }
+  int64_t saved_slots() const { return saves_states ? int64_t{whole.states()} * whole.chunks : 0; }
+  int64_t saved_bytes() const { return saved_slots() * (sizes.snapshot_bytes + 4 * sizes.sum_floats); }
   int64_t parts() const { return needs_states() && whole.order == 1 ? int64_t{batches} * heads * whole.parts() : 0; }
   int64_t accumulators() const {
     if (!needs_states()) return 0;
@@ -162,9 +163,9 @@ struct StatePlan {
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
     if (!carries && handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
     const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
-    const bool is_long = whole.states() * sequence_bytes > kKeptBytes;
-    const int64_t phase_bytes = saves && is_long ? kSmallPhaseBytes : kPhaseBytes;
-    if (!keeps) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, phase_bytes / (states * sizes.snapshot_bytes)));
+    const bool is_long = whole.states() * sequence_bytes > kSavedBytes;
+    const int64_t phase_bytes = low_memory && is_long ? kSmallPhaseBytes : kPhaseBytes;
+    if (!saves_states) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, phase_bytes / (states * sizes.snapshot_bytes)));
     return states;
   }
 

@@ -107,13 +107,13 @@ struct RowWalk {
   // Whether no row of the next stage is dropped or lies before the tensor's first. Where it does not hold, finish() copies.
   __device__ __forceinline__ bool plain() const { return row >= 0 && whole; }
   __device__ __forceinline__ void look_up() {
-    whole = a.kept.data == nullptr ? a.mask.data == nullptr
-                                   : stages > 0 && a.kept.whole[static_cast<int64_t>(y_head) * a.kept.groups + (row + a.pad) / kBoundary] != 0;
+    whole = a.attended.data == nullptr ? a.mask.data == nullptr
+                                   : stages > 0 && a.attended.whole[static_cast<int64_t>(y_head) * a.attended.groups + (row + a.pad) / kBoundary] != 0;
   }
   __device__ __forceinline__ const uint8_t* mask() const {
-    return a.kept.data != nullptr ? a.kept.data + y_head * a.kept.head : mask_pointer(a.mask, batch());
+    return a.attended.data != nullptr ? a.attended.data + y_head * a.attended.head : mask_pointer(a.mask, batch());
   }
-  __device__ __forceinline__ int mask_step() const { return a.kept.data != nullptr ? a.kept.token : a.mask.token; }
+  __device__ __forceinline__ int mask_step() const { return a.attended.data != nullptr ? a.attended.token : a.mask.token; }
 
   // Rows [16 part, 16 part + 16) of the next stage, parts in order, if it is plain.
   __device__ __forceinline__ void copy_y(int part, bool plain) {

@@ -88,7 +88,7 @@ struct StateSizes {
   int64_t part_floats;         // order 1: of a part
   int blocks;                  // of the state kernel, per state
   int64_t accumulator_floats;  // of a block
-  int kept_chunk = 0;          // chunk of walks that keep their snapshots; 0: the same
+  int saved_chunk = 0;          // chunk of walks that keep their snapshots; 0: the same
 };
 
 inline StateSizes state_sizes(int head_dim, int order, MathMode math) {

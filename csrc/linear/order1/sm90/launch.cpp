@@ -32,7 +32,7 @@ constexpr Linear1Walks kLinear1WalksSm90 = {
       const auto is_copied = [&](const void* data, const Stride& stride) {
         return has_tensor_map({data, stride, p.b, p.h, p.n, p.dv, p.math});
       };
-      return p.g == nullptr && p.noise == nullptr && is_copied(p.grad_o, p.grad_o_stride) && is_copied(p.o, p.o_stride);
+      return !p.has_gradients_of_sums() && p.noise == nullptr && is_copied(p.grad_o, p.grad_o_stride) && is_copied(p.o, p.o_stride);
     },
 };
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     const int head = (own_state - batch * a.state_heads) * y_group + y_head;
     bool is_whole = true;
     if constexpr (kBounded) {
-      is_whole = a.kept.whole[(int64_t{own_state} * y_group + y_head) * a.kept.groups + row / kBoundary] != 0;
+      is_whole = a.attended.whole[(int64_t{own_state} * y_group + y_head) * a.attended.groups + row / kBoundary] != 0;
     }
     ring.wait_until_empty(at);
     ring.expect(at, Tile::kStageBytes + (kHasDecay ? 1 + loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
