@@ -166,7 +166,7 @@ struct DecayArgs : LinearProblem {
   int64_t e_head;
   uint8_t* attended;  // [batch][y head][ny]
   uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
-  float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (DecayFactor)
+  float* carries;  // [state][chunk]: decay of the state over a chunk (DecayFactor)
 };
 
 // The same for kernels that copy whole tiles and apply the decays of rows themselves. They cannot leave a row out of a tile, so dropped

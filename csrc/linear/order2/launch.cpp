@@ -1,14 +1,14 @@
-// The linear algorithm of order 2 as a sequence of passes: workspace, arguments. No kernels here: a StatePasses has them. Order 1 has
-// its own sequence (order1/launch.cpp) up to head_dim 128.
+// The sequence of passes of the linear algorithm of order 2: workspace and arguments. StatePasses has the kernels. Order 1 has its own
+// sequence (order1/launch.cpp) up to head_dim 128.
 //
 // Workspace of the portable kernels, per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight
 // columns), for as many states and chunks as a phase has (plan.h):
 //   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
 //              the suffix states
-//   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where one walk per
-//              state leaves multiprocessors idle; at most about 100 MB on 132 multiprocessors
-//   parts      order 1 (at head_dim 256, or where states fade or are carried): as many numbers as snapshots, in fp32; and of a carried
-//              state once more, in place of the accumulators
+//   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where a state pass is
+//              cut into segments; at most about 100 MB on 132 multiprocessors
+//   parts      order 1 (at head_dim 256, with decays or a carried state): as many numbers as snapshots, in fp32; and in place of the
+//              accumulators one part for a carried state
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
@@ -41,7 +41,7 @@ StateBuffers saved_buffers(void* saved, const StatePlan& plan) {
   return buffers;
 }
 
-// Buffers that serve one plan after the other.
+// Returns buffers in the workspace that serve one plan after the other.
 StateBuffers take_buffers(std::initializer_list<const StatePlan*> plans, Workspace& w) {
   int64_t slots = 0, accumulators = 0, parts = 0;
   for (const StatePlan* plan : plans) {
@@ -648,7 +648,7 @@ constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },
-    // At head dim 128 the gradients of a walk back in time have no shared memory left (linear/tile_config.h).
+    // At head dim 128 the gradient kernel of grad_k has no shared memory left (linear/tile_config.h).
     [](const Problem& p, Time time) {
       return p.math == MathMode::kBF16 && shared_limit(p.sm_arch) >= kAddingSharedBytes &&
              (p.head_dim == 64 || (p.head_dim == 128 && time == Time::kForward));

@@ -1,24 +1,25 @@
-// Order 1 on Hopper: the walks of portable/walk.cu and portable/pair_walk.cu, by wgmma and TMA:
+// Passes of order 1 on Hopper, by wgmma and TMA; portable/walk.cu and portable/pair_walk.cu compute the same:
 //
 //   pass (Walk)    x    x2    y    w    e of    time        result
 //   kForward       q          k    v            forward     o = sum (c0 + c1 x.y) w / z
 //   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
 //   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
 //
-// A segment of x is shared by a group of `a.group` blocks. Each adds up the state of all of the segment's rows, in tiles of 64, and gives
-// the result of every a.group-th tile: no sum is made by reading rows once more, and what the blocks of a group read at about the same
-// time comes from the L2 cache. In a block, roles of warps are tied by rings alone:
+// A segment of x is shared by a group of `a.group` blocks. Each adds all rows of the segment to its copy of the state, in tiles of 64, and
+// computes the result of every a.group-th tile, its own tiles. The blocks of a group read the same rows at about the same time, from the L2
+// cache. In a block the roles of warps communicate by rings alone:
 //
 //   warp 0           fills a ring with tiles of y and w, and another one with the block's own tiles of x
 //   warps 1, 2       sums of y and of w, as vectors
 //   warpgroup 1      the state, in its accumulators; before an own tile, rounded into shared memory
 //   warpgroups 2, 3  results of own tiles, from the state and the vectors before them and the tile's own scores: one tile each, in turn,
-//                    or, where a walk has two gradients, one gradient each
+//                    or, in kPair, one gradient each
 //
-// Several segments start from sums over parts, which the first three of these roles make alone, behind the scan of portable/sums.cu.
+// Where there are several segments, the first three roles alone compute sums over parts of y (linear1_sums_sm90_kernel), which a scan
+// (portable/sums.cu) turns into the state before each segment.
 //
-// A backward can take grad_o as it is (linear1.h): the walk of grad_q divides its results by z, and hands e and 1 / z of its rows on to
-// that of grad_k and grad_v, which multiplies the numbers that meet rows of grad_o: rows of q in the state, and scores.
+// A backward can read grad_o in place of g (Linear1Walks::divides): the pass of grad_q divides its results by z and stores e and 1 / z of
+// its rows. The pass of grad_k and grad_v multiplies scores, and rows of q where it adds them to the state, by 1 / z.
 #include <type_traits>
 
 #include "core/launch.h"
@@ -33,7 +34,7 @@ namespace {
 
 enum class Walk { kForward, kGradQ, kPair };
 
-// What comes with the rows of y and w: nothing; e, of sum e y; and 1 / z, where w is grad_o.
+// Coefficients of the rows of y and w: none; e, for sum e y; or also 1 / z, where w is grad_o.
 enum class Scales { kNone, kE, kEAndZ };
 template <Scales kScales>
 inline constexpr int kScalesBytes = static_cast<int>(kScales) * kScaleBytes;
@@ -77,7 +78,7 @@ struct WalkTileSm90 {
   static_assert(kSharedBytes <= shared_limit(90), "rings, states and barriers do not fit");
 };
 
-// Where the numbers of an even column of a state and of the next are in what tile.h stores.
+// The offset of an even column of a state, and of the next one, in the format that tile.h stores.
 template <int kHeadDim>
 __device__ __forceinline__ int prefix_offset(int row, int column) {
   using Tile = Linear1Tile<Bf16, kHeadDim>;
@@ -219,7 +220,7 @@ __device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int 
   return sum;
 }
 
-// A stage on its way: y, w and what comes with their rows.
+// Starts the loads of a stage: y, w and the coefficients of their rows.
 template <int kHeadDim, Scales kScales, class Args>
 __device__ __forceinline__ void load_rows(const Args& a, const CUtensorMap& y_map, const CUtensorMap& w_map, uint32_t stage, uint32_t scales,
                                           uint32_t barrier, int token, int head, int batch) {
@@ -712,7 +713,7 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
 
   if (warp == 0 && lane == 0) {
     for (int i = 0; i < stages; ++i) {
-      // From the end of the part: what is read last, the beginning, is still in the L2 cache when the walk starts there.
+      // From the end of the part: what is read last, the beginning, is still in the L2 cache when the next kernel starts there.
       const int row = a.y_row(begin) + (tiles - 1 - i / a.y_group) * kTileRows;
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_empty(at);
@@ -728,7 +729,7 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
       ring.wait_until_full(at);
       add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
                                      shared_tiles + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>);
-      ptx::fence_proxy_async();  // as in the walk
+      ptx::fence_proxy_async();  // as in VectorConsumer
       ring.release(at, lane);
     }
     float* vector = out + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0);

@@ -1,5 +1,5 @@
-// A carried state of order 1 to and from what the scan of parts continues from (part_state.cu): numbers as in a snapshot
-// (state_format.h), in fp32 and without weights, so that they lie the same in every arithmetic mode.
+// Conversion of a carried state of order 1 to and from the sums that the scan of parts continues from (part_state.cu). These have the
+// layout of a snapshot (state_format.h), in fp32 and without coefficients, in every arithmetic mode.
 
 #include "core/launch.h"
 #include "linear/linear.h"

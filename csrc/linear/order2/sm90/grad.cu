@@ -1,4 +1,4 @@
-// Gradients by states on Hopper, by wgmma and TMA, at head dims up to 64 with grad_v and grad_k from one load of every tile:
+// Gradient kernels of order 2 on Hopper, by wgmma and TMA. At head dims up to 64 one kernel computes grad_v and grad_k:
 //
 //   pass (Grads)      x    x2    y    y2    e of   time       result
 //   kQueries          q    g     k    v     x      forward    grad_q = sum (g0 + g1 x.y) (x2.y2 + e) y
@@ -12,11 +12,13 @@
 // accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
 // gradient is rotated by two blocks after every two stars; at head dim 128 it lies in shared memory. grad_v += features(x) T runs beside it.
 //
-// Where rows fade, what is read of the state fades with each row of x, and the sum over the pairs of a row, p = f(x.y) (x2.y2 + e), comes
-// beside the gradient (portable/grad.cu). Sums of pairs wait in shared memory while there are tiles.
+// With decays, the inter-chunk part of each row of x is multiplied by its decay, and the kernel also computes the sum over the pairs of a
+// row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
 //
-// The second moment needs no tiles of pairs: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
-// weights in registers as operands of the next two.
+// The second moment needs no tiles of pairs: sum e y y^T is one product. Intra-chunk: scores and x2 . y2 by two products, whose weights are
+// operands of the next two in registers.
+//
+// Roles: a producer thread fills a ring of stages, two consumer warpgroups compute. With grad_v, the consumers issue the loads themselves.
 
 #include <algorithm>
 #include <type_traits>
@@ -39,7 +41,7 @@ template <int kHeadDim>
 struct GradTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
-  // A warpgroup more issues loads; but grad_v needs all registers, and the warps that compute take turns.
+  // One more warpgroup has the producer. With grad_v all registers are needed, and the consumers issue loads in turn.
   static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
@@ -47,7 +49,7 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kStageBytes = 2 * State::kTileBytes;
   static constexpr int kStateStages = State::kTiles / 2;
   static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
-  // The gradient while there are tiles of pairs: in registers, or of wide heads, where it would take half of them, in fp32 in shared memory.
+  // Where the gradient is while tiles of pairs are added: in registers, or for wide heads, where it would take half of them, in shared memory.
   static constexpr bool kSumsInShared = kHeadDim == 128;
   static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
 
@@ -56,7 +58,7 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
   static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
   static constexpr int kPairSums = kSumsAt + kWarpgroups * kSumBytes;  // of rows
-  // How tiles of x, and of y of each stage, fade. Of wide heads it is read from memory.
+  // Decays of tiles of x, and of y of each stage. For wide heads they are read from memory.
   static constexpr int kDecayBytes = kSumsInShared ? 0 : static_cast<int>(sizeof(DecayTile));
   static constexpr int kXDecay = kPairSums + kRows * 4, kYDecay = kXDecay + kXBuffers * kWarpgroups * kDecayBytes;
   static constexpr int kXFull = kYDecay + kStages * kDecayBytes;
@@ -73,7 +75,8 @@ struct GradMaps {
 };
 
 // What all roles of a block share: the arguments, the layout of shared memory, and the loads of tiles. A stage holds two tiles of a
-// snapshot, or for the intra-chunk part a tile of y and one of y2, the y heads of a state in turn.
+// snapshot, or for the intra-chunk part a tile of y and one of y2, the y heads of a state in turn. Members are references to variables of
+// the kernel: the compiler then allocates registers as for lambdas.
 template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
 struct GradBlock {
   using Tile = GradTileSm90<kHeadDim>;
@@ -169,6 +172,7 @@ __device__ __forceinline__ void produce(const Block& b) {
 }
 
 // Loads that the consumers issue, the warps in turn: kAhead stages before they are needed, one for each stage that is used.
+// The next load: stage `stage` of `stages` of the block's work tile `item`; count: stages of all work tiles before it.
 struct LoadPosition {
   int count, stages, stage, item;
 };

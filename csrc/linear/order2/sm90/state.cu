@@ -4,11 +4,10 @@
 //   prefix of keys    k    v            forward     o, grad_q
 //   suffix of queries q    g    y       backward    grad_k, grad_v
 //
-// A warpgroup keeps up to kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
-// tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or
-// for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
-// from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h). All copies are issued by warps of
-// their own.
+// A consumer warpgroup has up to kOwnTiles tiles of 64 features x all channels in its accumulators, and adds y in stages of 64 rows. A stage
+// is a tile of w and one of y. Products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or for
+// moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory. A copier warp stores them while the
+// consumers go on; with decays (linear/decay.h) the sums then decay. A third warpgroup has the producer and the copiers.
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -25,30 +24,30 @@ namespace {
 template <int kHeadDim, bool kFine>
 struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
-  // All copies are issued by a warpgroup of their own, which gives its registers to the others.
-  static constexpr int kThreads = 256, kAllThreads = kThreads + 128;  // that walk, and all
+  // The producer and the copiers are a warpgroup of their own, which gives its registers to the consumers.
+  static constexpr int kThreads = 256, kAllThreads = kThreads + 128;  // of the consumers, and all
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = kHeadDim == 32 ? 104 : 240;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(kAllThreads * kResident),
                 "the producer has fewer registers to give");
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
-  // A run's first rows stay in registers from the last stage of the run before; else they are read again, behind the snapshot.
+  // Whether a run's first rows stay in registers from the last stage of the run before; else they are read again after the snapshot.
   static constexpr bool kKeepsRows = kHeadDim <= 64;
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kStaging = kStages * kStageBytes;  // a snapshot's tiles, of each warpgroup
   static constexpr int kStagingBytes = State::kOwnTiles * State::kTileBytes;
   static constexpr int kScales = kStaging + 2 * kStagingBytes;  // e of the rows of each stage
-  static constexpr int kFactors = kScales + kStages * kScaleBytes;  // what is left of them at their chunk's end
+  static constexpr int kFactors = kScales + kStages * kScaleBytes;  // their decays until their chunk's end
   static constexpr int kBarriers = kFactors + kStages * kScaleBytes;
   static constexpr int kAlignment = 128;  // of dynamic shared memory
   static constexpr int kSharedBytes = kSwizzledTileAlignment - kAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
   static_assert(kResident * kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
-// What the rows are: as they are; with moments and sums of e y; such of which all is left or nothing, e too; or such that fade, whose
-// features have what is left of them.
+// Kinds of rows of y: without e; with e (moments and sums of e y); with decays of 0 or 1 only, which e includes; with decays, by which
+// features are multiplied.
 enum class Rows { kPlain, kScaled, kBounded, kDecay };
 
 // Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product
@@ -62,10 +61,10 @@ struct Divisor {
     return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
   }
 };
-// What a launch knows of StateArgs, for loads.
+// Constants of a launch for the producer.
 struct Loads {
   Divisor y_group, state_heads;
-  bool has_e;  // besides what is left of rows that fade
+  bool has_e;  // besides decays
 };
 
 // What all roles of a block share: arguments, position in the launch, shared memory. A launch has the segments from first_segment on. A
