@@ -1,6 +1,6 @@
 // csrc/linear/order2/launch.cpp with kernels of its own, on the host: a state is one number, the sum of y[0] w[0], of which snapshots have
 // f's coefficient of the first order times as much, and what is read of it that product. So everything between a call and its kernels is
-// here: phases, snapshots with their weights, what is kept and what is added to it.
+// here: phases, snapshots with their weights, what is saved and what is added to it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -55,7 +55,7 @@ namespace {
 constexpr int64_t kSnapshotBytes = 1 << 12, kAccumulators = (kAccumulatorBytes / 4) / 3;  // of three states at a time
 constexpr int64_t kSumFloats = 4;
 bool adds_while_reading = false;
-int kept_chunk = 0;
+int saved_chunk = 0;
 
 float& number(void* snapshots, int64_t slot) { return *reinterpret_cast<float*>(static_cast<char*>(snapshots) + slot * kSnapshotBytes); }
 float at(const View& v, const LinearProblem& p, int rows, int batch, int head, int row) {
@@ -117,14 +117,14 @@ void add(const Problem&, const AddArgs& a, cudaStream_t) {
   }
 }
 
-StateSizes sizes(const Problem&) { return {256, kSnapshotBytes, kSumFloats, 0, 1, kAccumulators, kept_chunk}; }
+StateSizes sizes(const Problem&) { return {256, kSnapshotBytes, kSumFloats, 0, 1, kAccumulators, saved_chunk}; }
 // Of k[0] v[0], in the values of a carried state.
 int64_t place(const CarriedState& state, int index) { return (index * decode_rows(state.d, 2) + 1) * state.dv; }
 void load(const Problem&, const CarriedArgs& a, cudaStream_t) {
-  for (int i = 0; i < a.states; ++i) a.accumulators[i * kAccumulators] = a.state.values[place(a.state, i)] * a.factors.first;
+  for (int i = 0; i < a.states; ++i) a.accumulators[i * kAccumulators] = a.state.kv_state[place(a.state, i)] * a.factors.first;
 }
 void store(const Problem&, const CarriedArgs& a, cudaStream_t) {
-  for (int i = 0; i < a.states; ++i) a.state.new_values[place(a.state, i)] = a.accumulators[i * kAccumulators] * a.factors.first;
+  for (int i = 0; i < a.states; ++i) a.state.new_kv_state[place(a.state, i)] = a.accumulators[i * kAccumulators] * a.factors.first;
 }
 
 const StatePasses kPasses = [] {
@@ -164,7 +164,7 @@ void run(BwdParams p) {
   launch_linear2_bwd(p, kPasses, nullptr);
 }
 
-// Of a call in one go and of one that continues with what was kept: the number of differences.
+// Of a call in one go and of one that continues from saved states: the number of differences.
 int differences(int b, int h, int hk, int n) {
   const int64_t queries = int64_t{b} * h * n * 4, keys = int64_t{b} * hk * n * 4, rows = int64_t{b} * hk * decode_rows(4, 2);
   const Numbers q = numbers(queries), k = numbers(keys), v = numbers(keys), state = numbers(rows * 4), weights(rows), none(rows * 4);
@@ -177,43 +177,48 @@ int differences(int b, int h, int hk, int n) {
     }
   };
 
-  Numbers new_state(rows * 4), new_weights(rows), o(queries), kept_o(queries), z(queries / 4), total(rows * 4), unread(rows * 4);
+  Numbers new_state(rows * 4), new_weights(rows), o(queries), from_saved(queries), z(queries / 4), total(rows * 4), unread(rows * 4);
   FwdParams p{};
   fill(p, b, h, hk, n, q, k, v);
+  p.mode = FwdMode::kOutputsAndState;
   p.o = o.data(), p.o_stride = p.q_stride, p.z = z.data();
   p.state = {state.data(), weights.data(), new_state.data(), new_weights.data(), 4, 4};
   run(p);
 
   FwdParams alone{};
   fill(alone, b, hk, hk, n, k, k, v);  // as state_of_keys has no queries
+  alone.mode = FwdMode::kStateAndSaved;
   alone.state = {none.data(), weights.data(), total.data(), new_weights.data(), 4, 4};
-  std::vector<char> kept(linear2_fwd_kept_bytes(alone, kPasses));
-  alone.kept = kept.data();
+  std::vector<char> saved(linear2_fwd_saved_bytes(alone, kPasses));
+  alone.saved = saved.data();
   run(alone);
-  p.o = kept_o.data(), p.kept = kept.data(), p.state.new_values = p.state.new_weights = nullptr;
-  if (kept.size() != linear2_fwd_kept_bytes(p, kPasses) || kept.empty()) return std::printf("kept: %zu bytes\n", kept.size());
-  const std::vector<char> kept_first = kept;
+  p.mode = FwdMode::kOutputsFromSaved;
+  p.o = from_saved.data(), p.saved = saved.data(), p.state.new_kv_state = p.state.new_k_sum = nullptr;
+  if (saved.size() != linear2_fwd_saved_bytes(p, kPasses) || saved.empty()) return std::printf("saved: %zu bytes\n", saved.size());
+  const std::vector<char> saved_first = saved;
   run(p);
-  compare("o", kept_o, o);
+  compare("o", from_saved, o);
   {
-    kept = kept_first;
+    saved = saved_first;
     FwdParams first = p;
-    first.from_nothing = true, first.state.values = not_read.data();
+    first.from_zero_state = true, first.state.kv_state = not_read.data();
     run(first);
-    first.kept = nullptr, first.state.values = none.data(), first.state.new_values = unread.data(), first.state.new_weights = new_weights.data();
+    first.mode = FwdMode::kOutputsAndState, first.saved = nullptr;
+    first.state.kv_state = none.data(), first.state.new_kv_state = unread.data(), first.state.new_k_sum = new_weights.data();
     Numbers again(queries);
     first.o = again.data();
     run(first);
-    compare("o, nothing before", kept_o, again);
+    compare("o, nothing before", from_saved, again);
   }
   for (int i = 0; i < b * hk; ++i) total[place(p.state, i)] += state[place(p.state, i)];
   compare("the state", total, new_state);
 
-  Numbers grad_q(queries), grad_k(keys), grad_v(keys), kept_q(queries), kept_k(keys), kept_v(keys), of_state(rows * 4), unused(rows * 4);
+  Numbers grad_q(queries), grad_k(keys), grad_v(keys), piece_q(queries), piece_k(keys), piece_v(keys), of_state(rows * 4), unused(rows * 4);
   BwdParams g{};
   fill(g, b, h, hk, n, q, k, v);
   g.o = o.data(), g.grad_o = grad_o.data(), g.o_stride = g.grad_o_stride = g.q_stride, g.z = z.data();
   BwdParams queries_alone = g;
+  g.mode = BwdMode::kInputsAndState, queries_alone.mode = BwdMode::kStateAndSaved;
   g.grad_q_stride = g.q_stride, g.grad_k_stride = g.grad_v_stride = g.k_stride;
   g.grad_q = grad_q.data(), g.grad_k = grad_k.data(), g.grad_v = grad_v.data();
   g.state = {state.data(),      weights.data(), state.data(),    weights.data(),     grad_state.data(),
@@ -222,10 +227,10 @@ int differences(int b, int h, int hk, int n) {
 
   queries_alone.state = {none.data(), weights.data(), none.data(),   weights.data(),     none.data(),
                          weights.data(), unused.data(), new_weights.data(), 4, 4};
-  std::vector<char> kept_of_queries(linear2_bwd_kept_bytes(queries_alone, kPasses));
-  queries_alone.kept = kept_of_queries.data();
+  std::vector<char> saved_by_queries(linear2_bwd_saved_bytes(queries_alone, kPasses));
+  queries_alone.saved = saved_by_queries.data();
   run(queries_alone);
-  const std::vector<char> kept_before = kept_of_queries;
+  const std::vector<char> saved_before = saved_by_queries;
   for (int i = 0; i < b * hk; ++i) unused[place(p.state, i)] += grad_state[place(p.state, i)];
   compare("the gradient of the state", unused, of_state);
 
@@ -236,28 +241,29 @@ int differences(int b, int h, int hk, int n) {
   piece.g = grad_o.data(), piece.g_stride = g.grad_o_stride, piece.e = e.data();
   piece.state = {}, piece.state.d = piece.state.dv = 4;
   BwdParams of_keys = piece;
-  piece.grad_q = kept_q.data(), piece.grad_k = piece.grad_v = nullptr;
-  piece.state.values = state.data(), piece.state.weights = weights.data();
+  piece.mode = BwdMode::kQueries, of_keys.mode = BwdMode::kKeys;
+  piece.grad_q = piece_q.data(), piece.grad_k = piece.grad_v = nullptr;
+  piece.state.kv_state = state.data(), piece.state.k_sum = weights.data();
   run(piece);
-  compare("grad_q", kept_q, grad_q);
+  compare("grad_q", piece_q, grad_q);
 
-  of_keys.grad_q = nullptr, of_keys.grad_k = kept_k.data(), of_keys.grad_v = kept_v.data();
-  of_keys.state.values = of_keys.state.grad_new_values = grad_state.data();
-  of_keys.state.weights = of_keys.state.grad_new_weights = weights.data();
+  of_keys.grad_q = nullptr, of_keys.grad_k = piece_k.data(), of_keys.grad_v = piece_v.data();
+  of_keys.state.kv_state = of_keys.state.grad_new_kv_state = grad_state.data();
+  of_keys.state.k_sum = of_keys.state.grad_new_k_sum = weights.data();
   run(of_keys);
-  compare("grad_k", kept_k, grad_k), compare("grad_v", kept_v, grad_v);
-  of_keys.kept = kept_of_queries.data();
-  std::fill(kept_k.begin(), kept_k.end(), 0.f), std::fill(kept_v.begin(), kept_v.end(), 0.f);
+  compare("grad_k", piece_k, grad_k), compare("grad_v", piece_v, grad_v);
+  of_keys.mode = BwdMode::kKeysFromSaved, of_keys.saved = saved_by_queries.data();
+  std::fill(piece_k.begin(), piece_k.end(), 0.f), std::fill(piece_v.begin(), piece_v.end(), 0.f);
   run(of_keys);
-  compare("grad_k by what is kept", kept_k, grad_k), compare("grad_v by what is kept", kept_v, grad_v);
+  compare("grad_k from saved states", piece_k, grad_k), compare("grad_v from saved states", piece_v, grad_v);
 
   // With nothing behind.
-  g.state.grad_new_values = none.data();
+  g.state.grad_new_kv_state = none.data();
   run(g);
-  kept_of_queries = kept_before, of_keys.from_nothing = true, of_keys.state.grad_new_values = not_read.data();
+  saved_by_queries = saved_before, of_keys.from_zero_state = true, of_keys.state.grad_new_kv_state = not_read.data();
   run(of_keys);
-  compare("grad_k, nothing behind", kept_k, grad_k), compare("grad_v, nothing behind", kept_v, grad_v);
-  if (kept_of_queries != kept_before) found += std::printf("kept states were written\n");
+  compare("grad_k, nothing behind", piece_k, grad_k), compare("grad_v, nothing behind", piece_v, grad_v);
+  if (saved_by_queries != saved_before) found += std::printf("saved states were written\n");
   return found;
 }
 
@@ -267,7 +273,7 @@ int differences(int b, int h, int hk, int n) {
 int main() {
   int found = 0;
   for (const bool adds : {false, true}) {
-    fastmax::adds_while_reading = adds, fastmax::kept_chunk = adds ? 0 : 512;
+    fastmax::adds_while_reading = adds, fastmax::saved_chunk = adds ? 0 : 512;
     for (const int n : {1, 256, 257, 700}) {
       found += fastmax::differences(1, 4, 2, n) + fastmax::differences(2, 7, 7, n);
     }

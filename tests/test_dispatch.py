@@ -18,8 +18,8 @@ size_t linear1_fwd_workspace_bytes(const FwdParams&, const Linear1Walks&) { retu
 size_t linear1_bwd_workspace_bytes(const BwdParams&, const Linear1Walks&) { return 2; }
 size_t linear2_fwd_workspace_bytes(const FwdParams&, const StatePasses&) { return 3; }
 size_t linear2_bwd_workspace_bytes(const BwdParams&, const StatePasses&) { return 4; }
-size_t linear2_fwd_kept_bytes(const FwdParams&, const StatePasses&) { return 5; }
-size_t linear2_bwd_kept_bytes(const BwdParams&, const StatePasses&) { return 6; }
+size_t linear2_fwd_saved_bytes(const FwdParams&, const StatePasses&) { return 5; }
+size_t linear2_bwd_saved_bytes(const BwdParams&, const StatePasses&) { return 6; }
 const StatePasses kStatePassesSm80{};
 const Linear1Walks kLinear1WalksSm80{};
 void launch_linear1_fwd(const FwdParams&, const Linear1Walks&, cudaStream_t) { std::puts("linear1 fwd"); }

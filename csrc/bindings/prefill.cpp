@@ -1,7 +1,10 @@
-// fastmax::prefill and prefill_backward for CUDA tensors: many tokens that continue from a state of decode/decode.h and end in one, by
-// the linear algorithm; state_of_keys and state_of_queries: the state, or its gradient, alone; prefill_kept_: the first one without what
-// state_of_keys has computed, and kept, already; gradients_of_sums, prefill_backward_of_queries and prefill_backward_of_keys_: the
-// second one in pieces, of which the last need not compute what state_of_queries has kept.
+// Operators on many tokens with a state of decode/decode.h, for CUDA tensors, by the linear algorithm:
+//
+//   prefill, prefill_backward            outputs and the new state from a state and tokens, and their gradients
+//   state_of_keys, state_of_queries      the new state alone, and the gradient of the state alone; both can save intermediate states
+//   prefill_saved_                       prefill's outputs, from the intermediate states that state_of_keys saved
+//   gradients_of_sums                    g and e, which the next two take
+//   prefill_backward_of_queries, _of_keys_   the gradients of q, and of k and v; the latter reads what state_of_queries saved
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -39,54 +42,55 @@ void fill(AttentionParams& p, const Operands& x, double scale, double a0, double
   p.order = static_cast<int>(order);
 }
 
-// Dense states: what a call continues from, and where what it ends in goes.
-CarriedState carried(const Tensor& values, const Tensor& weights, const Tensor& new_values, const Tensor& new_weights, const Tensor& q,
+// The state that a call continues from, and the buffers of the new one; dense tensors.
+CarriedState carried(const Tensor& kv_state, const Tensor& k_sum, const Tensor& new_kv_state, const Tensor& new_k_sum, const Tensor& q,
                      const Tensor& v) {
-  return {floats(values), floats(weights), mutable_floats(new_values), mutable_floats(new_weights), static_cast<int>(q.size(3)),
+  return {floats(kv_state), floats(k_sum), mutable_floats(new_kv_state), mutable_floats(new_k_sum), static_cast<int>(q.size(3)),
           static_cast<int>(v.size(3))};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                                   const OptionalTensor& k_start, const Tensor& values_in, const Tensor& weights_in,
+                                                   const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in,
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
-  check_state(q_in, k_in, v_in, values_in, weights_in, order);
+  check_state(q_in, k_in, v_in, kv_state_in, k_sum_in, order, "kv_state", "k_sum");
   if (!is_covered(inputs)) {
-    const auto [o, z, new_values, new_weights] =
-        call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, attention_mask, log_decay, k_start, values_in, weights_in,
+    const auto [o, z, new_kv_state, new_k_sum] =
+        call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, attention_mask, log_decay, k_start, kv_state_in, k_sum_in,
                          scale, a0, a1, a2, order, allow_tf32);
-    return {o, z, new_values, new_weights};
+    return {o, z, new_kv_state, new_k_sum};
   }
   const Tensor z = empty_per_query(q_in);
   if (is_empty(q_in)) {
-    return {empty_like_layout(q_in, v_in.size(3)), z, dense_copy(values_in, ScalarType::Float), dense_copy(weights_in, ScalarType::Float)};
+    return {empty_like_layout(q_in, v_in.size(3)), z, dense_copy(kv_state_in, ScalarType::Float), dense_copy(k_sum_in, ScalarType::Float)};
   }
 
-  const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
+  const Tensor kv_state = dense(kv_state_in), k_sum = dense(k_sum_in);
+  const Tensor new_kv_state = empty_dense(kv_state, ScalarType::Float), new_k_sum = empty_dense(k_sum, ScalarType::Float);
   const Operands x(inputs);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   results.fill(p);
-  p.state = carried(values, weights, new_values, new_weights, q_in, v_in);
+  p.mode = FwdMode::kOutputsAndState;
+  p.state = carried(kv_state, k_sum, new_kv_state, new_k_sum, q_in, v_in);
   run("prefill", kLinearFromState, p, device);
-  return {results.o.result(), z, new_values, new_weights};
+  return {results.o.result(), z, new_kv_state, new_k_sum};
 }
 
-// Whether a tensor has several rows in one place.
+// Whether several rows of a tensor share memory.
 bool is_expanded(const Tensor& x) {
   bool found = false;
   for (int i = 0; i < 3; ++i) found = found || (x.stride(i) == 0 && x.size(i) > 1);
   return found;
 }
 
-// With copies of expanded tensors, which some kernels leave to others: those that go on with kept states must be those that kept them, as
-// nobody else reads their format, whatever the tensors look like then.
+// Operands with copies of expanded tensors. Some kernels do not cover expanded tensors, and saved states have the format of the kernels
+// that wrote them: the call that reads them must select the same kernels, whatever the strides of its tensors.
 Operands unexpanded(const AttentionInputs& inputs) {
   Operands x(inputs);
   for (Tensor* tensor : {&x.q, &x.k, &x.v}) {
@@ -98,52 +102,52 @@ Operands unexpanded(const AttentionInputs& inputs) {
   return x;
 }
 
-// For states on the way, so many bytes in all: (b, hk, bytes of each).
-Tensor empty_kept(const Tensor& k, size_t bytes) {
+// A buffer for intermediate states of `bytes` in all: (b, hk, bytes of each).
+Tensor empty_saved(const Tensor& k, size_t bytes) {
   const int64_t b = k.size(0), hk = k.size(1);
   return empty_contiguous({b, hk, static_cast<int64_t>(bytes) / std::max<int64_t>(1, b * hk)}, ScalarType::Byte, k.get_device_index());
 }
 
-// Gives a call that wants the state alone where to leave states on the way; if it does not keep any, nothing. They have the call's scale
-// and coefficients in them, which must be those of the call that continues.
+// Makes a call of mode kState save its intermediate states; returns them, an empty tensor where the kernels save none. The call's scale
+// and coefficients are part of them: the call that reads them must have the same.
 template <class Params>
-Tensor keep_states(Params& p, const Tensor& k, Direction direction, size_t (*Kernels::*kept_bytes)(const Params&)) {
-  const auto bytes = select(kLinearFromState, p, direction).*kept_bytes;
-  const Tensor kept = empty_kept(k, bytes == nullptr ? 0 : bytes(p));
-  p.kept = is_empty(kept) ? nullptr : kept.data_ptr();
-  return kept;
+Tensor save_states(Params& p, const Tensor& k, Direction direction, size_t (*Kernels::*saved_bytes)(const Params&)) {
+  const auto bytes = select(kLinearFromState, p, direction).*saved_bytes;
+  const Tensor saved = empty_saved(k, bytes == nullptr ? 0 : bytes(p));
+  if (!is_empty(saved)) p.saved = saved.data_ptr(), p.mode = decltype(p.mode)::kStateAndSaved;
+  return saved;
 }
 
-// The same for a call that continues with them.
-template <class Params>
-void take_kept(Params& p, const Tensor& kept, Direction direction, size_t (*Kernels::*kept_bytes)(const Params&)) {
-  if (is_empty(kept)) return;
-  const auto bytes = select(kLinearFromState, p, direction).*kept_bytes;
+// Makes a call read saved states, in `mode`; without any it keeps its mode.
+template <class Params, class Mode>
+void use_saved_states(Params& p, const Tensor& saved, Mode mode, Direction direction, size_t (*Kernels::*saved_bytes)(const Params&)) {
+  if (is_empty(saved)) return;
+  const auto bytes = select(kLinearFromState, p, direction).*saved_bytes;
   const int64_t expected = bytes == nullptr ? 0 : static_cast<int64_t>(bytes(p));
-  FASTMAX_CHECK(kept.numel() == expected, "kept must be what state_of_keys or state_of_queries kept of the same tokens, ", expected,
-                " bytes, got ", kept.numel());
-  p.kept = kept.data_ptr();
+  FASTMAX_CHECK(saved.numel() == expected, "saved must be what state_of_keys or state_of_queries saved of the same tokens, ", expected,
+                " bytes, got ", saved.numel());
+  p.saved = saved.data_ptr(), p.mode = mode;
 }
 
-void check_kept(const Tensor& kept, const Tensor& q, const Tensor& k) {
-  check_device("kept", kept, q);
-  FASTMAX_CHECK(kept.scalar_type() == ScalarType::Byte && kept.dim() == 3 && kept.size(0) == k.size(0) && kept.size(1) == k.size(1) &&
-                    (is_empty(kept) || kept.is_contiguous()),
-                "kept must be contiguous uint8 (b, hk, bytes)");
-  FASTMAX_CHECK(reinterpret_cast<uintptr_t>(kept.data_ptr()) % 16 == 0, "kept must begin at a multiple of 16 bytes");
+void check_saved(const Tensor& saved, const Tensor& q, const Tensor& k) {
+  check_device("saved", saved, q);
+  FASTMAX_CHECK(saved.scalar_type() == ScalarType::Byte && saved.dim() == 3 && saved.size(0) == k.size(0) && saved.size(1) == k.size(1) &&
+                    (is_empty(saved) || saved.is_contiguous()),
+                "saved must be contiguous uint8 (b, hk, bytes)");
+  FASTMAX_CHECK(reinterpret_cast<uintptr_t>(saved.data_ptr()) % 16 == 0, "saved must begin at a multiple of 16 bytes");
 }
 
-// Room for a state of these keys.
+// Uninitialised tensors of a state of these keys.
 std::pair<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t order) {
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
-  Tensor values = empty_contiguous({b, hk, rows, v.size(3)}, ScalarType::Float, k.get_device_index());
-  Tensor weights = empty_contiguous({b, hk, rows}, ScalarType::Float, k.get_device_index());
-  return {std::move(values), std::move(weights)};
+  Tensor kv_state = empty_contiguous({b, hk, rows, v.size(3)}, ScalarType::Float, k.get_device_index());
+  Tensor k_sum = empty_contiguous({b, hk, rows}, ScalarType::Float, k.get_device_index());
+  return {std::move(kv_state), std::move(k_sum)};
 }
 
 std::pair<Tensor, Tensor> zero_state(const Tensor& k, const Tensor& v, int64_t order) {
-  auto [values, weights] = empty_state(k, v, order);
-  return {torch::stable::zero_(values), torch::stable::zero_(weights)};
+  auto [kv_state, k_sum] = empty_state(k, v, order);
+  return {torch::stable::zero_(kv_state), torch::stable::zero_(k_sum)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
@@ -154,25 +158,26 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
   const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   if (!is_covered(inputs)) {
-    const auto [values, weights, kept] =
+    const auto [kv_state, k_sum, saved] =
         call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, attention_mask, log_decay, k_start, scale, a0, a1, a2, order,
                          allow_tf32, keep);
-    return {values, weights, kept};
+    return {kv_state, k_sum, saved};
   }
-  const auto [values, weights] = zero_state(k_in, v_in, order);
-  if (is_empty(k_in)) return {values, weights, empty_kept(k_in, 0)};
+  const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
+  if (is_empty(k_in)) return {kv_state, k_sum, empty_saved(k_in, 0)};
 
-  const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
+  const Tensor new_kv_state = empty_dense(kv_state, ScalarType::Float), new_k_sum = empty_dense(k_sum, ScalarType::Float);
   const Operands x = unexpanded(inputs);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
-  p.state = carried(values, weights, new_values, new_weights, k_in, v_in);
-  const Tensor kept = keep ? keep_states(p, k_in, Direction::kForward, &Kernels::fwd_kept_bytes) : empty_kept(k_in, 0);
-  run(p.kept == nullptr ? "state_of_keys" : "state_of_keys, keeping states", kLinearFromState, p, device);
-  return {new_values, new_weights, kept};
+  p.mode = FwdMode::kState;
+  p.state = carried(kv_state, k_sum, new_kv_state, new_k_sum, k_in, v_in);
+  const Tensor saved = keep ? save_states(p, k_in, Direction::kForward, &Kernels::fwd_saved_bytes) : empty_saved(k_in, 0);
+  run(p.uses_saved() ? "state_of_keys, saving states" : "state_of_keys", kLinearFromState, p, device);
+  return {new_kv_state, new_k_sum, saved};
 }
 
-// What a state is compared with: the state that a call ended in, or its gradient.
+// Checks a tensor with the shape and dtype of a state: the new state, or a gradient of it.
 void check_like_state(const char* name, const OptionalTensor& x, const Tensor& state) {
   if (!x.has_value()) return;
   const auto sizes = state.sizes(), got = x->sizes();
@@ -182,16 +187,16 @@ void check_like_state(const char* name, const OptionalTensor& x, const Tensor& s
   FASTMAX_CHECK(x->scalar_type() == state.scalar_type(), name, " must have the state's dtype");
 }
 
-// What prefill_backward is given, but for what a gradient of log_decay takes.
-void check_backward(const AttentionInputs& x, const Tensor& grad_o, const OptionalTensor& grad_z, const OptionalTensor& grad_new_values,
-                    const OptionalTensor& grad_new_weights, const Tensor& o, const Tensor& z, const Tensor& values, const Tensor& weights,
+// Checks the arguments of prefill_backward, except those for the gradient of log_decay.
+void check_backward(const AttentionInputs& x, const Tensor& grad_o, const OptionalTensor& grad_z, const OptionalTensor& grad_new_kv_state,
+                    const OptionalTensor& grad_new_k_sum, const Tensor& o, const Tensor& z, const Tensor& kv_state, const Tensor& k_sum,
                     double scale, int64_t order) {
   check_tokens(x, scale, order);
-  check_state(x.q, x.k, x.v, values, weights, order);
+  check_state(x.q, x.k, x.v, kv_state, k_sum, order, "kv_state", "k_sum");
   check_results(x.q, x.v, o, grad_o, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, x.q);
-  check_like_state("grad_new_values", grad_new_values, values);
-  check_like_state("grad_new_weights", grad_new_weights, weights);
+  check_like_state("grad_new_kv_state", grad_new_kv_state, kv_state);
+  check_like_state("grad_new_k_sum", grad_new_k_sum, k_sum);
 }
 
 Tensor dense_or_zeros(const OptionalTensor& x, const Tensor& like) {
@@ -201,63 +206,63 @@ Tensor dense_or_zeros(const OptionalTensor& x, const Tensor& like) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
-    const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_values_in,
-    const OptionalTensor& grad_new_weights_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
-    const Tensor& z, const OptionalTensor& new_values_in, const OptionalTensor& new_weights_in, const OptionalTensor& attention_mask,
-    const OptionalTensor& log_decay, const OptionalTensor& k_start, const Tensor& values_in, const Tensor& weights_in, double scale,
+    const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_kv_state_in,
+    const OptionalTensor& grad_new_k_sum_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
+    const Tensor& z, const OptionalTensor& new_kv_state_in, const OptionalTensor& new_k_sum_in, const OptionalTensor& attention_mask,
+    const OptionalTensor& log_decay, const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
-  check_backward(inputs, grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, o_in, z, values_in, weights_in, scale, order);
-  check_like_state("new_values", new_values_in, values_in);
-  check_like_state("new_weights", new_weights_in, weights_in);
-  // The gradient of log_decay takes products of a state and its gradient.
-  const bool reads_state = log_decay.has_value() && (grad_new_values_in.has_value() || grad_new_weights_in.has_value());
-  FASTMAX_CHECK(!reads_state || (new_values_in.has_value() && new_weights_in.has_value()),
-                "the gradient of log_decay needs new_values and new_weights beside their gradients");
+  check_backward(inputs, grad_o_in, grad_z, grad_new_kv_state_in, grad_new_k_sum_in, o_in, z, kv_state_in, k_sum_in, scale, order);
+  check_like_state("new_kv_state", new_kv_state_in, kv_state_in);
+  check_like_state("new_k_sum", new_k_sum_in, k_sum_in);
+  // The gradient of log_decay needs products of the new state and its gradient.
+  const bool reads_state = log_decay.has_value() && (grad_new_kv_state_in.has_value() || grad_new_k_sum_in.has_value());
+  FASTMAX_CHECK(!reads_state || (new_kv_state_in.has_value() && new_k_sum_in.has_value()),
+                "the gradient of log_decay needs new_kv_state and new_k_sum beside their gradients");
   if (!is_covered(inputs)) {
-    const auto [grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights] = call_operator<6>(
-        "fastmax::eager_prefill_backward", grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, o_in, z,
-        new_values_in, new_weights_in, attention_mask, log_decay, k_start, values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
-    return {grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights};
+    const auto [grad_q, grad_k, grad_v, grad_log_decay, grad_kv_state, grad_k_sum] = call_operator<6>(
+        "fastmax::eager_prefill_backward", grad_o_in, grad_z, grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, o_in, z,
+        new_kv_state_in, new_k_sum_in, attention_mask, log_decay, k_start, kv_state_in, k_sum_in, scale, a0, a1, a2, order, allow_tf32);
+    return {grad_q, grad_k, grad_v, grad_log_decay, grad_kv_state, grad_k_sum};
   }
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
-  const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Tensor grad_new_values = dense_or_zeros(grad_new_values_in, values), grad_new_weights = dense_or_zeros(grad_new_weights_in, weights);
+  const Tensor kv_state = dense(kv_state_in), k_sum = dense(k_sum_in);
+  const Tensor grad_new_kv_state = dense_or_zeros(grad_new_kv_state_in, kv_state), grad_new_k_sum = dense_or_zeros(grad_new_k_sum_in, k_sum);
   if (is_empty(q_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)),         zeros_like_layout(k_in, k_in.size(3)),
             zeros_like_layout(v_in, v_in.size(3)),         zero_decay_gradient(log_decay, q_in),
-            dense_copy(grad_new_values, ScalarType::Float), dense_copy(grad_new_weights, ScalarType::Float)};
+            dense_copy(grad_new_kv_state, ScalarType::Float), dense_copy(grad_new_k_sum, ScalarType::Float)};
   }
 
-  // Where the gradients are zeros, so may be what they are multiplied with.
-  const Tensor new_values = reads_state ? dense(*new_values_in) : grad_new_values;
-  const Tensor new_weights = reads_state ? dense(*new_weights_in) : grad_new_weights;
-  const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
+  // A new state that is not read, or whose gradient is zero, may be any finite numbers.
+  const Tensor new_kv_state = reads_state ? dense(*new_kv_state_in) : grad_new_kv_state;
+  const Tensor new_k_sum = reads_state ? dense(*new_k_sum_in) : grad_new_k_sum;
+  const Tensor grad_kv_state = empty_dense(kv_state, ScalarType::Float), grad_k_sum = empty_dense(k_sum, ScalarType::Float);
   const Operands x(inputs);
   const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   gradients.fill(p);
-  p.state = {floats(values),
-             floats(weights),
-             floats(new_values),
-             floats(new_weights),
-             floats(grad_new_values),
-             floats(grad_new_weights),
-             mutable_floats(grad_values),
-             mutable_floats(grad_weights),
+  p.mode = BwdMode::kInputsAndState;
+  p.state = {floats(kv_state),
+             floats(k_sum),
+             floats(new_kv_state),
+             floats(new_k_sum),
+             floats(grad_new_kv_state),
+             floats(grad_new_k_sum),
+             mutable_floats(grad_kv_state),
+             mutable_floats(grad_k_sum),
              static_cast<int>(q_in.size(3)),
              static_cast<int>(v_in.size(3))};
   run("prefill_backward", kLinearFromState, p, device);
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay, grad_values,
-          grad_weights};
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay, grad_kv_state,
+          grad_k_sum};
 }
 
-// Of the backward in pieces.
 void check_gradients_of_sums(const Tensor& g, const Tensor& e, const Tensor& q, const Tensor& v) {
   check_device("g", g, q);
   check_shape("g", g, {q.size(0), q.size(1), q.size(2), v.size(3)});
@@ -268,13 +273,13 @@ void check_gradients_of_sums(const Tensor& g, const Tensor& e, const Tensor& q, 
   FASTMAX_CHECK(e.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "e must be ", wide ? "float64" : "float32");
 }
 
-// What each piece is given, but for states, kept ones too, and what a gradient of log_decay takes.
+// Checks the arguments that all pieces of the backward share: no states, nothing for the gradient of log_decay.
 void check_piece(const AttentionInputs& x, const Tensor& g, const Tensor& e, double scale, int64_t order) {
   check_tokens(x, scale, order);
   check_gradients_of_sums(g, e, x.q, x.v);
 }
 
-// g and e as all kernels read them: g has as many columns as v has there, and is not expanded.
+// g and e as all kernels read them: g with the padded columns of v, aligned and not expanded.
 struct GradientsOfSums {
   Tensor g, e;
 
@@ -328,124 +333,127 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tenso
   const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   if (!is_covered(inputs)) {
-    const auto [grad_values, grad_weights, kept] = call_operator<3>("fastmax::eager_state_of_queries", g, e, q_in, k_in, v_in, log_decay,
+    const auto [grad_kv_state, grad_k_sum, saved] = call_operator<3>("fastmax::eager_state_of_queries", g, e, q_in, k_in, v_in, log_decay,
                                                                     k_start, scale, a0, a1, a2, order, allow_tf32, keep);
-    return {grad_values, grad_weights, kept};
+    return {grad_kv_state, grad_k_sum, saved};
   }
-  const auto [values, weights] = zero_state(k_in, v_in, order);
-  if (is_empty(q_in)) return {values, weights, empty_kept(k_in, 0)};
+  const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
+  if (is_empty(q_in)) return {kv_state, k_sum, empty_saved(k_in, 0)};
 
-  const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
+  const Tensor grad_kv_state = empty_dense(kv_state, ScalarType::Float), grad_k_sum = empty_dense(k_sum, ScalarType::Float);
   const Operands x = unexpanded(inputs);
   const GradientsOfSums sums(g, e, x);
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   sums.fill(p);
-  // Nothing is behind these queries, and nothing reads what is before them.
-  p.state = {floats(values),
-             floats(weights),
-             floats(values),
-             floats(weights),
-             floats(values),
-             floats(weights),
-             mutable_floats(grad_values),
-             mutable_floats(grad_weights),
+  // The gradient of the new state is zero, and no kernel reads the states.
+  p.mode = BwdMode::kState;
+  p.state = {floats(kv_state),
+             floats(k_sum),
+             floats(kv_state),
+             floats(k_sum),
+             floats(kv_state),
+             floats(k_sum),
+             mutable_floats(grad_kv_state),
+             mutable_floats(grad_k_sum),
              static_cast<int>(q_in.size(3)),
              static_cast<int>(v_in.size(3))};
-  const Tensor kept = keep ? keep_states(p, k_in, Direction::kBackward, &Kernels::bwd_kept_bytes) : empty_kept(k_in, 0);
-  run(p.kept == nullptr ? "state_of_queries" : "state_of_queries, keeping states", kLinearFromState, p, device);
-  return {grad_values, grad_weights, kept};
+  const Tensor saved = keep ? save_states(p, k_in, Direction::kBackward, &Kernels::bwd_saved_bytes) : empty_saved(k_in, 0);
+  run(p.uses_saved() ? "state_of_queries, saving states" : "state_of_queries", kLinearFromState, p, device);
+  return {grad_kv_state, grad_k_sum, saved};
 }
 
-// A state or its gradient, dense; zeros where there is none, but of a call by kept states, which then does not read it.
-std::pair<Tensor, Tensor> given_state(const OptionalTensor& values, const OptionalTensor& weights, const Tensor& k, const Tensor& v,
-                                      int64_t order, bool by_kept) {
-  if (values.has_value()) return {dense(*values), dense(*weights)};
-  return by_kept ? empty_state(k, v, order) : zero_state(k, v, order);
+// A dense state, or gradient of one. Where it is not given: zeros, or uninitialised for a call from saved states, which does not read it.
+std::pair<Tensor, Tensor> given_state(const OptionalTensor& kv_state, const OptionalTensor& k_sum, const Tensor& k, const Tensor& v,
+                                      int64_t order, bool from_saved) {
+  if (kv_state.has_value()) return {dense(*kv_state), dense(*k_sum)};
+  return from_saved ? empty_state(k, v, order) : zero_state(k, v, order);
 }
 
-void check_given_state(const char* values_name, const char* weights_name, const OptionalTensor& values, const OptionalTensor& weights,
+void check_given_state(const char* kv_state_name, const char* k_sum_name, const OptionalTensor& kv_state, const OptionalTensor& k_sum,
                        const Tensor& q, const Tensor& k, const Tensor& v, int64_t order) {
-  FASTMAX_CHECK(values.has_value() == weights.has_value(), values_name, " and ", weights_name, " must be given together");
-  if (values.has_value()) check_state(q, k, v, *values, *weights, order, values_name, weights_name);
+  FASTMAX_CHECK(kv_state.has_value() == k_sum.has_value(), kv_state_name, " and ", k_sum_name, " must be given together");
+  if (kv_state.has_value()) check_state(q, k, v, *kv_state, *k_sum, order, kv_state_name, k_sum_name);
 }
 
-std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                        const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& values_in,
-                                        const OptionalTensor& weights_in, const Tensor& kept, double scale, double a0, double a1, double a2,
+std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
+                                        const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& kv_state_in,
+                                        const OptionalTensor& k_sum_in, const Tensor& saved, double scale, double a0, double a1, double a2,
                                         int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
-  check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
-  check_kept(kept, q_in, k_in);
+  check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
+  check_saved(saved, q_in, k_in);
   if (!is_covered(inputs)) {
-    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_kept_", q_in, k_in, v_in, attention_mask, log_decay, k_start,
-                                         values_in, weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
+    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_saved_", q_in, k_in, v_in, attention_mask, log_decay, k_start,
+                                         kv_state_in, k_sum_in, saved, scale, a0, a1, a2, order, allow_tf32);
     return {o, z};
   }
   const Tensor z = empty_per_query(q_in);
   if (is_empty(q_in)) return {empty_like_layout(q_in, v_in.size(3)), z};
 
-  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order, !is_empty(kept));
+  const auto [kv_state, k_sum] = given_state(kv_state_in, k_sum_in, k_in, v_in, order, !is_empty(saved));
   const Operands x = unexpanded(inputs);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   results.fill(p);
-  p.state = {floats(values), floats(weights), nullptr, nullptr, static_cast<int>(q_in.size(3)), static_cast<int>(v_in.size(3))};
-  p.from_nothing = !values_in.has_value();
-  take_kept(p, kept, Direction::kForward, &Kernels::fwd_kept_bytes);
-  run("prefill_kept_", kLinearFromState, p, device);
+  p.mode = FwdMode::kOutputsFromState;
+  p.state = {floats(kv_state), floats(k_sum), nullptr, nullptr, static_cast<int>(q_in.size(3)), static_cast<int>(v_in.size(3))};
+  p.from_zero_state = !kv_state_in.has_value();
+  use_saved_states(p, saved, FwdMode::kOutputsFromSaved, Direction::kForward, &Kernels::fwd_saved_bytes);
+  run("prefill_saved_", kLinearFromState, p, device);
   return {results.o.result(), z};
 }
 
 std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
                                                        const OptionalTensor& log_decay, const OptionalTensor& k_start,
-                                                       const OptionalTensor& values_in, const OptionalTensor& weights_in, double scale,
+                                                       const OptionalTensor& kv_state_in, const OptionalTensor& k_sum_in, double scale,
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
-  check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
+  check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
   if (!is_covered(inputs)) {
     const auto [grad_q, pairs] =
         call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, attention_mask, log_decay, k_start,
-                         values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
+                         kv_state_in, k_sum_in, scale, a0, a1, a2, order, allow_tf32);
     return {grad_q, pairs};
   }
   const Tensor pairs = log_decay.has_value() ? empty_per_query(q_in) : no_elements(e);
   if (is_empty(q_in)) return {zeros_like_layout(q_in, q_in.size(3)), pairs};
 
-  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order, /*by_kept=*/false);
+  const auto [kv_state, k_sum] = given_state(kv_state_in, k_sum_in, k_in, v_in, order, /*from_saved=*/false);
   const Operands x(inputs);
   const GradientsOfSums sums(g, e, x);
   const Output grad_q(q_in, q_in.size(3), x.q.size(3));
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   sums.fill(p);
+  p.mode = BwdMode::kQueries;
   p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
   if (log_decay.has_value()) p.pairs_by_query = mutable_floats(pairs);
-  p.state.values = floats(values), p.state.weights = floats(weights);
+  p.state.kv_state = floats(kv_state), p.state.k_sum = floats(k_sum);
   p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
   run("prefill_backward_of_queries", kLinearFromState, p, device);
   return {grad_q.result(), pairs};
 }
 
 std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
-    const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_values_in, const OptionalTensor& grad_new_weights_in,
+    const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_kv_state_in, const OptionalTensor& grad_new_k_sum_in,
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-    const OptionalTensor& k_start, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& kept, double scale,
+    const OptionalTensor& k_start, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
-  check_given_state("grad_new_values", "grad_new_weights", grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, order);
-  check_kept(kept, q_in, k_in);
+  check_given_state("grad_new_kv_state", "grad_new_k_sum", grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, order);
+  check_saved(saved, q_in, k_in);
   FASTMAX_CHECK(!log_decay.has_value() || (pairs.has_value() && pairs_of_states.has_value()),
                 "the gradient of log_decay needs pairs and pairs_of_states");
   if (log_decay.has_value() && pairs.has_value() && pairs_of_states.has_value()) {
@@ -456,15 +464,15 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
   }
   if (!is_covered(inputs)) {
     const auto [grad_k, grad_v, grad_log_decay] = call_operator<3>(
-        "fastmax::eager_prefill_backward_of_keys_", g, e, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, attention_mask,
-        log_decay, k_start, pairs, pairs_of_states, kept, scale, a0, a1, a2, order, allow_tf32);
+        "fastmax::eager_prefill_backward_of_keys_", g, e, grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, attention_mask,
+        log_decay, k_start, pairs, pairs_of_states, saved, scale, a0, a1, a2, order, allow_tf32);
     return {grad_k, grad_v, grad_log_decay};
   }
   if (is_empty(q_in)) {
     return {zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)), zero_decay_gradient(log_decay, q_in)};
   }
 
-  const auto [grad_new_values, grad_new_weights] = given_state(grad_new_values_in, grad_new_weights_in, k_in, v_in, order, !is_empty(kept));
+  const auto [grad_new_kv_state, grad_new_k_sum] = given_state(grad_new_kv_state_in, grad_new_k_sum_in, k_in, v_in, order, !is_empty(saved));
   const Operands x = unexpanded(inputs);
   const GradientsOfSums sums(g, e, x);
   const Output grad_k(k_in, k_in.size(3), x.k.size(3)), grad_v(v_in, v_in.size(3), x.v.size(3));
@@ -473,6 +481,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   sums.fill(p);
+  p.mode = BwdMode::kKeys;
   p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
   p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
   if (log_decay.has_value()) {
@@ -482,12 +491,12 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     p.pairs_by_query = mutable_floats(*dense_pairs);
     p.pairs_of_states = static_cast<const double*>(dense_pairs_of_states->data_ptr());
   }
-  // What was before these keys is not read, but that there was something.
-  p.state.values = floats(grad_new_values), p.state.weights = floats(grad_new_weights);
-  p.state.grad_new_values = floats(grad_new_values), p.state.grad_new_weights = floats(grad_new_weights);
+  // The state before these keys is not read; a pointer to it says that there is one (decay/decay.h).
+  p.state.kv_state = floats(grad_new_kv_state), p.state.k_sum = floats(grad_new_k_sum);
+  p.state.grad_new_kv_state = floats(grad_new_kv_state), p.state.grad_new_k_sum = floats(grad_new_k_sum);
   p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
-  p.from_nothing = !grad_new_values_in.has_value();
-  take_kept(p, kept, Direction::kBackward, &Kernels::bwd_kept_bytes);
+  p.from_zero_state = !grad_new_kv_state_in.has_value();
+  use_saved_states(p, saved, BwdMode::kKeysFromSaved, Direction::kBackward, &Kernels::bwd_saved_bytes);
   run("prefill_backward_of_keys_", kLinearFromState, p, device);
   return {grad_k.result(), grad_v.result(), grad_log_decay};
 }
@@ -501,7 +510,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("state_of_keys", TORCH_BOX(&fastmax::state_of_keys));
   m.impl("state_of_queries", TORCH_BOX(&fastmax::state_of_queries));
   m.impl("gradients_of_sums", TORCH_BOX(&fastmax::gradients_of_sums));
-  m.impl("prefill_kept_", TORCH_BOX(&fastmax::prefill_kept));
+  m.impl("prefill_saved_", TORCH_BOX(&fastmax::prefill_saved));
   m.impl("prefill_backward_of_queries", TORCH_BOX(&fastmax::prefill_backward_of_queries));
   m.impl("prefill_backward_of_keys_", TORCH_BOX(&fastmax::prefill_backward_of_keys));
 }

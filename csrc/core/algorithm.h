@@ -33,8 +33,8 @@ struct Kernels {
   void (*bwd)(const BwdParams& p, cudaStream_t stream);
   // Bytes of the intermediate states that calls save for later calls, the same for every key/value head of the batch. 0:
   // nothing is saved for this call. A null function: the kernels never save anything.
-  size_t (*fwd_kept_bytes)(const FwdParams& p) = nullptr;
-  size_t (*bwd_kept_bytes)(const BwdParams& p) = nullptr;
+  size_t (*fwd_saved_bytes)(const FwdParams& p) = nullptr;
+  size_t (*bwd_saved_bytes)(const BwdParams& p) = nullptr;
   bool joins_parts = false;  // whether the kernels support FwdParams::local_lse (in calls without decay) and BwdParams::adds
 };
 

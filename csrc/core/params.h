@@ -1,4 +1,4 @@
-// The vocabulary of a call, from the bindings to the kernels: plain structs, passed by value.
+// Arguments of a call, which the bindings fill and the kernels read: plain structs, passed by value.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace fastmax {
 
-// Arithmetic of the matrix products. fp32 tensors use kTF32 when PyTorch allows it, else kFP32 (three TF32 products).
+// Arithmetic of the matrix products. fp32 tensors use kTF32 where PyTorch allows it, else kFP32 (three TF32 products).
 enum class MathMode : int { kBF16 = 0, kFP16 = 1, kTF32 = 2, kFP32 = 3 };
 
 // Strides in elements; the last dimension has unit stride. Pointers and strides are multiples of 16 bytes.
@@ -20,13 +20,13 @@ struct Stride {
 
 struct Range;  // visibility.h
 
-// A bound on keys for each query of a key/value head, (b, hk, n) of any strides.
+// A bound on the visible keys of each query of a key/value head, (b, hk, n) of any strides.
 struct KeyBounds {
   const int32_t* data;  // null: none
   Stride stride;
 };
 
-// Sizes, formula and device of a call. An option that changes the formula or what is visible (a window, decay) is added here.
+// Sizes, formula and device of a call. Options that change the formula or the visibility (a window, decays) are fields of it.
 struct Problem {
   // sizes
   int b;         // batch
@@ -54,7 +54,7 @@ struct Problem {
   int sm_count;  // multiprocessors of the current device
 };
 
-// What both directions read.
+// Inputs of both directions.
 struct AttentionParams : Problem {
   // operands
   const void* q;  // (b, h, n, d)
@@ -62,100 +62,134 @@ struct AttentionParams : Problem {
   const void* v;  // (b, hk, m, dv)
   Stride q_stride, k_stride, v_stride;
 
-  // what accompanies the tokens, null where it is absent. A per-token input (decay) is added here and in Operands of
-  // bindings/operands.h.
-  const uint8_t* attention_mask;  // (b, m), nonzero = the key takes part; null: all do
+  // Optional inputs per token; null: not given. A new one is added here and in Operands of bindings/operands.h.
+  const uint8_t* attention_mask;  // (b, m), nonzero = the key is attended; null: all keys are
   int64_t mask_batch_stride;
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;
-  // A query sees keys [k_start, k_end); neither falls from query to query. The host does not read their values. Kernels must end, and
-  // stay inside memory, with any other values too; results are not specified then.
+  // A query sees keys [k_start, k_end). Neither bound decreases from query to query; the host does not check their values. With
+  // other values results are not specified, but kernels must end and stay inside memory.
   KeyBounds k_start, k_end;
   const float* log_decay;        // (b, hk, m), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
 
-  // tables of what these bounds, causality and a window come to, which the quadratic kernels make for themselves (quadratic/bounds.h)
+  // Tables that the launchers of the quadratic kernels fill from bounds, causality and window (quadratic/bounds.h).
   const Range* key_table;    // (b, hk, n): the keys that a query sees
   const Range* query_table;  // (b, hk, m): the queries that see a key
-  // running sums of log_decay (b, hk, m), which the kernels of every algorithm make for themselves (decay/decay.h)
+  // Running sums of log_decay (b, hk, m), which the launchers of every algorithm fill (decay/decay.h).
   const float2* decay_sums;
 };
 
-// Sums over earlier tokens that a causal call continues from, and where those over all tokens go; rows of a state as in decode/decode.h.
+// The state of a causal call through kLinearFromState: sums over the tokens before the call, and the new sums, which include the
+// call's tokens. decode/decode.h describes the rows of a state.
 struct CarriedState {
-  const float* values;   // (b, hk, rows, dv) contiguous; null: the call continues from nothing, and leaves nothing
-  const float* weights;  // (b, hk, rows) contiguous
-  float* new_values;     // like values
-  float* new_weights;
-  int d, dv;             // columns of the tokens, without what pads them to 16 bytes
+  const float* kv_state;  // (b, hk, rows, dv) contiguous; null: a call without a state
+  const float* k_sum;     // (b, hk, rows) contiguous
+  float* new_kv_state;    // like kv_state; null: not wanted
+  float* new_k_sum;
+  int d, dv;              // columns of the tokens, without the padding to 16 bytes
+};
+
+// What a forward computes. Modes other than kOutputs are for calls through kLinearFromState (linear/algorithm.h).
+enum class FwdMode : uint8_t {
+  kOutputs,           // o and z of a call without a state
+  kOutputsAndState,   // o, z and the new state, from `state` and the tokens
+  kOutputsFromState,  // o and z, from `state` and the tokens
+  kOutputsFromSaved,  // the same from `saved`, to which `state` is added in place; the keys are not accumulated again
+  kState,             // the new state
+  kStateAndSaved,     // the new state, from a `state` of zeros; its intermediate states are written to `saved`
 };
 
 struct FwdParams : AttentionParams {
   // results
-  void* o;  // (b, h, n, dv); null: of a call from a state, the state alone is wanted
+  void* o;  // (b, h, n, dv); null where the mode computes the state alone
   Stride o_stride;
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
-  // Of calls for kernels that join parts (algorithm.h), (b, h, n), heads local_lse_head apart, or null: o and local_lse hold attention over
-  // near keys and the logs of its sums of weights, and become those of near and far keys, z the sums of both; 0 where there are no far keys.
+  // For kernels with Kernels::joins_parts (algorithm.h), (b, h, n), heads local_lse_head apart, or null. o and local_lse hold
+  // attention over the local keys and its log-sum-exp; the kernels merge the global keys (these k and v) into both. z is then the sum
+  // of weights over local and global keys, and 0 where a query has no global keys.
   float* local_lse;
   int64_t local_lse_head;
 
-  CarriedState state;  // of calls through kLinearFromState (linear/algorithm.h)
-  // Of those, states on the way, Kernels::fwd_kept_bytes (algorithm.h) of them, or null. Of a call that wants the state alone: it begins
-  // with nothing and leaves them here. Else they are those that such a call left: `state` is added to them, in place, and the keys are not
-  // once more; new_values is null then.
-  void* kept;
-  bool from_nothing;  // `state` is of zeros: kept states are what they are
+  CarriedState state;
+  void* saved;  // intermediate states, Kernels::fwd_saved_bytes (algorithm.h), in the modes that name them
+  bool from_zero_state;  // `state` is of zeros; kOutputsFromSaved then neither reads it nor changes `saved`
+  FwdMode mode;
   void* workspace;  // fwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
+
+  bool has_state() const { return mode != FwdMode::kOutputs; }
+  bool wants_outputs() const { return mode != FwdMode::kState && mode != FwdMode::kStateAndSaved; }
+  bool wants_new_state() const { return mode == FwdMode::kOutputsAndState || !wants_outputs(); }
+  bool reads_saved() const { return mode == FwdMode::kOutputsFromSaved; }
+  bool uses_saved() const { return reads_saved() || mode == FwdMode::kStateAndSaved; }
 };
 
-// What a call continued from and ended in, for the gradient: rows of all as in CarriedState.
+// The states of a backward: those that the call continued from and ended in, and their gradients. Rows as in CarriedState.
 struct CarriedGradients {
-  const float* values;       // null: the call continued from nothing, and left nothing
-  const float* weights;
-  const float* new_values;   // read where there is a gradient of log_decay
-  const float* new_weights;
-  const float* grad_new_values;
-  const float* grad_new_weights;
-  float* grad_values;
-  float* grad_weights;
+  const float* kv_state;  // null: a call without a state
+  const float* k_sum;
+  const float* new_kv_state;  // read where there is a gradient of log_decay
+  const float* new_k_sum;
+  const float* grad_new_kv_state;
+  const float* grad_new_k_sum;
+  float* grad_kv_state;
+  float* grad_k_sum;
   int d, dv;
 };
 
+// What a backward computes. Modes other than kInputs are for calls through kLinearFromState (linear/algorithm.h).
+enum class BwdMode : uint8_t {
+  kInputs,          // gradients of q, k and v of a call without a state
+  kInputsAndState,  // the same of a call with a state, and the gradient of that state
+  kQueries,         // the gradient of q
+  kKeys,            // the gradients of k and v
+  kKeysFromSaved,   // the same from `saved`, to which the gradient of the new state is added in place
+  kState,           // the gradient of the state
+  kStateAndSaved,   // the same, of a new state whose gradient is of zeros; its intermediate states are written to `saved`
+};
+
 struct BwdParams : AttentionParams {
-  // of the forward, and gradients of its results
+  // results of the forward, and their gradients
   const void* o;       // noise included
   const void* grad_o;  // (b, h, n, dv)
   const float* z;      // (b, h, n) contiguous
   const float* grad_z; // (b, h, n) contiguous, or null
   Stride o_stride, grad_o_stride;
-  // Or what they come to, the gradients of the sums over keys (gradients_of_sums of linear/algorithm.h); null: of calls that have not
-  // made it before.
-  const void* g;       // (b, h, n, dv), fp32 where q is fp16
+  // Or in their place the gradients of the numerator (g) and the denominator (e), from gradients_of_sums (linear/algorithm.h).
+  const void* g;       // (b, h, n, dv), fp32 where q is fp16; null: the kernels compute both
   Stride g_stride;
   const float* e;      // (b, h, n) contiguous
 
-  // results. Of a call from a state grad_q, or grad_k and grad_v, may be null and are not wanted; without all of them, the gradient of
-  // that state alone is.
+  // results; null where the mode does not compute them
   void* grad_q;  // (b, h, n, d)
   void* grad_k;  // (b, hk, m, d)
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;
-  float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay, and of grad_q alone
-  // (b, h, n) contiguous, sums of pairs (decay/decay.h): of grad_q alone a result, of grad_k and grad_v alone read; null: of neither, and
-  // without log_decay.
+  float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay, and in mode kQueries
+  // (b, h, n) contiguous, sums of pairs (decay/decay.h). kQueries: a result. kKeys, kKeysFromSaved: an input. Else, and without
+  // log_decay: null.
   float* pairs_by_query;
-  // (b, hk, 2), of grad_k and grad_v alone with log_decay: what the pairs with the state that the call ended in sum to, and those with
-  // the one that it continued from; null: `state` has what they are made of.
+  // (b, hk, 2), an input of kKeys and kKeysFromSaved with log_decay: the sum over pairs with the state that the call ended in, and
+  // that over pairs with the state that it continued from. Null: both sums are computed from `state`.
   const double* pairs_of_states;
-  bool adds;  // of calls for kernels that join parts (algorithm.h): grad_q, grad_k and grad_v are added to what is there
+  bool adds;  // for kernels with Kernels::joins_parts (algorithm.h): grad_q, grad_k and grad_v are added to what is there
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
-  CarriedGradients state;  // of calls through kLinearFromState (linear/algorithm.h)
-  // As FwdParams::kept, of the walk back in time: of a call that wants the gradient of the state alone, or of a later one, whose
-  // state.grad_values is null.
-  void* kept;
-  bool from_nothing;  // state.grad_new_values is of zeros
+  CarriedGradients state;
+  void* saved;  // intermediate gradients of the state, Kernels::bwd_saved_bytes (algorithm.h), in the modes that name them
+  bool from_zero_state;  // the gradient of the new state is of zeros; kKeysFromSaved then neither reads it nor changes `saved`
+  BwdMode mode;
+
+  bool has_state() const { return mode != BwdMode::kInputs; }
+  bool has_gradients_of_sums() const { return g != nullptr; }
+  bool wants_all_inputs() const { return mode == BwdMode::kInputs || mode == BwdMode::kInputsAndState; }
+  bool wants_grad_q() const { return wants_all_inputs() || mode == BwdMode::kQueries; }
+  bool wants_grad_kv() const { return wants_all_inputs() || mode == BwdMode::kKeys || mode == BwdMode::kKeysFromSaved; }
+  bool wants_grad_state() const {
+    return mode == BwdMode::kInputsAndState || mode == BwdMode::kState || mode == BwdMode::kStateAndSaved;
+  }
+  bool reads_saved() const { return mode == BwdMode::kKeysFromSaved; }
+  bool uses_saved() const { return reads_saved() || mode == BwdMode::kStateAndSaved; }
 };
 
 }  // namespace fastmax

@@ -1,4 +1,4 @@
-// Where a sequence lies, for kernels that walk it: rows of x look at the rows of y before them.
+// Rows, virtual rows and chunks of a linear pass, in which every row of x sees the rows of y before it.
 //
 //   y   virtual rows   0   pad                      boundary
 //                      |:::|------------------------|-----------|-----------|-----
@@ -7,18 +7,17 @@
 //                                                   0           chunk          ... nx - 1
 //
 // x row r sees the virtual rows up to boundary + r. n queries at the end of m keys have boundary = pad + m - n; the pad makes it a
-// multiple of kBoundary, so that no step crosses it. Not causal: the boundary is past the last row of y, and there is one chunk,
-// which sees nothing of its own.
+// multiple of kBoundary, so that no step crosses it. Without causality the boundary is past the last row of y, and there is one chunk
+// without an intra-chunk part.
 //
-// Rows are numbered in the order of the walk. A walk back in time turns "all later queries" of a key into "all earlier rows", and a
-// suffix into a prefix, so that there is one kind of walk:
+// Rows are numbered in the order in which a pass visits them. grad_k and grad_v go back in time, over reversed rows: "all later queries"
+// of a key are then "all earlier rows", a suffix is a prefix, and every pass works in the same way:
 //
 //   tokens                 0 1 2 3 4 5 6
 //   rows, kForward         0 1 2 3 4 5 6
 //   rows, kBackward        6 5 4 3 2 1 0
 //
-// What a walk meets on the way: factors of a decay from chunk to chunk (linear/fading.h), the bounds of packed sequences, which leave
-// chunks where they are.
+// Decays (linear/decay.h) and the bounds of packed sequences do not change where chunks begin.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,7 +26,7 @@
 
 namespace fastmax {
 
-// y rows per step of a walk at most; chunk boundaries are multiples of it.
+// The most y rows that a kernel adds in a step; chunk boundaries are multiples of it.
 inline constexpr int kBoundary = 128;
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -41,42 +40,42 @@ struct Sequence {
   bool causal;
   Time time;
 
-  // before: y rows that x row 0 sees before its own. None where not causal.
+  // before: y rows that x row 0 sees before its own; 0 where not causal.
   static Sequence dense(int nx, int ny, bool causal, int before, Time time) {
     const int pad = causal ? round_up(before, kBoundary) - before : 0;
     return {nx, ny, pad, causal ? before + pad : round_up(ny, kBoundary), causal, time};
   }
 
-  // As many rows of y as of x, after what a state holds: in its place a pad, so that the first chunk has something before it.
+  // As many rows of y as of x, after a carried state. A pad takes the place of the state's tokens, so that the first chunk reads a state.
   static Sequence after_state(int n, Time time) { return {n, n, kBoundary, kBoundary, true, time}; }
 
   // The y row of a virtual row; negative in the pad.
   __host__ __device__ int y_row(int virtual_row) const { return virtual_row - pad; }
-  // Virtual rows: past the last row of y, and past what the x rows before x_row see.
+  // Ends in virtual rows: of y, and of what the x rows before x_row see.
   __host__ __device__ int y_end() const { return ny + pad; }
   __host__ __device__ int seen_end(int x_row) const { return boundary + x_row; }
-  // Where x rows [x_row, x_row + rows) begin in memory: their first token.
+  // The first token of x rows [x_row, x_row + rows) in memory.
   int first_token(int x_row, int rows) const { return time == Time::kForward ? x_row : nx - x_row - rows; }
 };
 
-// In chunks of x rows, with a snapshot of the state before each.
+// A sequence in chunks of x rows. A snapshot of the state is stored before each chunk.
 struct ChunkedSequence : Sequence {
   int chunk;   // rows
   int chunks;
 
-  // Virtual row of a chunk's first own row of y, and the chunk of such a row.
+  // The virtual row of the first y row in a chunk, and the chunk of a virtual row.
   __host__ __device__ int chunk_begin(int c) const { return boundary + c * chunk; }
   __host__ __device__ int chunk_of(int virtual_row) const { return (virtual_row - boundary) / chunk; }
-  // Past what snapshots hold.
+  // The end of the virtual rows that snapshots contain.
   __host__ __device__ int end() const { return chunk_begin(chunks - 1); }
-  // Whether anything is before a chunk, and the first with something before it that begins at a virtual row or later.
+  // Whether a chunk has rows before it; and the first such chunk that begins at a virtual row or later.
   __host__ __device__ bool has_state(int c) const { return boundary + static_cast<int64_t>(c) * chunk > 0; }
   __host__ __device__ int first_snapshot(int virtual_row) const {
     int c = boundary > 0 ? 0 : 1;
     if (virtual_row > boundary) c = (virtual_row - boundary + chunk - 1) / chunk;
     return c;
   }
-  // Where a snapshot lies among those of all states.
+  // The index of a chunk's snapshot among those of all states.
   __host__ __device__ int64_t slot(int64_t state, int c) const { return state * chunks + c; }
 };
 

@@ -195,10 +195,10 @@ __global__ void __launch_bounds__(kThreads) decay_state_pairs_kernel(const Carri
   };
   const int64_t numbers = int64_t{rows} * state.dv;
   double sums[2] = {}, totals[2];
-  add(sums[0], state.new_values, state.grad_new_values, numbers);
-  add(sums[0], state.new_weights, state.grad_new_weights, rows);
-  add(sums[1], state.values, state.grad_values, numbers);
-  add(sums[1], state.weights, state.grad_weights, rows);
+  add(sums[0], state.new_kv_state, state.grad_new_kv_state, numbers);
+  add(sums[0], state.new_k_sum, state.grad_new_k_sum, rows);
+  add(sums[1], state.kv_state, state.grad_kv_state, numbers);
+  add(sums[1], state.k_sum, state.grad_k_sum, rows);
   block_scan(sums[0], totals[0]), block_scan(sums[1], totals[1]);
   if (threadIdx.x < 2) parts[2 * int64_t{blockIdx.x} + threadIdx.x] = totals[threadIdx.x];
 }
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParam
 }
 
 size_t state_pair_bytes(const BwdParams& p) {
-  return p.state.values == nullptr || p.pairs_of_states != nullptr ? 0 : static_cast<size_t>(p.b) * p.hk * kStateParts * 2 * sizeof(double);
+  return p.state.kv_state == nullptr || p.pairs_of_states != nullptr ? 0 : static_cast<size_t>(p.b) * p.hk * kStateParts * 2 * sizeof(double);
 }
 
 }  // namespace
@@ -253,7 +253,7 @@ void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspa
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
   StatePairs states{p.pairs_of_states, 1};
-  if (p.state.values != nullptr && p.pairs_of_states == nullptr) {
+  if (p.state.kv_state != nullptr && p.pairs_of_states == nullptr) {
     double* parts = reinterpret_cast<double*>(static_cast<char*>(workspace) + total_bytes<FlowOf::kCount>(p));
     launch_kernel("decay_state_pairs", decay_state_pairs_kernel, grid_1d(int64_t{p.b} * p.hk * kStateParts), kThreads, 0, stream, p.state,
                   decode_rows(p.state.d, p.order), parts);

@@ -32,7 +32,7 @@ struct Head {
 
   // First element of the state's k_sum, the decayed count of its keys; 0 without a state. NaN counts as not 0.
   __device__ float keys_of_state() const {
-    return p.state.values != nullptr && !p.from_nothing ? p.state.weights[state() * rows()] : 0.f;
+    return p.state.kv_state != nullptr && !p.from_zero_state ? p.state.k_sum[state() * rows()] : 0.f;
   }
 
   // The last unmasked key before token `nan`; -1, which stands for the initial state, if there is none.
@@ -71,8 +71,8 @@ struct Head {
   // Called by all threads.
   __device__ void fill_new_state() const {
     const int64_t values = int64_t{rows()} * p.state.dv;
-    for (int64_t i = threadIdx.x; i < values; i += kThreads) p.state.new_values[state() * values + i] = nanf("");
-    for (int i = threadIdx.x; i < rows(); i += kThreads) p.state.new_weights[state() * rows() + i] = nanf("");
+    for (int64_t i = threadIdx.x; i < values; i += kThreads) p.state.new_kv_state[state() * values + i] = nanf("");
+    for (int i = threadIdx.x; i < rows(); i += kThreads) p.state.new_k_sum[state() * rows() + i] = nanf("");
   }
 };
 
@@ -95,7 +95,7 @@ __device__ void fill_rows_after_nan(const Head& x, int begin) {
     bool ends_in_nan = false;
     if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees(key, token)) {
       if (p.o != nullptr) x.fill_query(token - p.causal_offset);
-      ends_in_nan = token == p.m - 1 && p.state.new_values != nullptr;
+      ends_in_nan = token == p.m - 1 && p.state.new_kv_state != nullptr;
     }
     if (lane == kThreads - 1) last_of_chunk = nan;
     if (__syncthreads_or(ends_in_nan)) x.fill_new_state();

@@ -21,8 +21,8 @@ constexpr Kernels kLinear[] = {
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm90); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); },
-     [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm90); },
-     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }, /*joins_parts=*/true},
+     [](const FwdParams& p) { return linear2_fwd_saved_bytes(p, kStatePassesSm90); },
+     [](const BwdParams& p) { return linear2_bwd_saved_bytes(p, kStatePassesSm90); }, /*joins_parts=*/true},
     {"linear1_sm90", linear1_sm90_covers, sm90_rates,
      [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm90); },
      [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm90); },
@@ -39,8 +39,8 @@ constexpr Kernels kLinear[] = {
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm80); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm80, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm80, stream); },
-     [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm80); },
-     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm80); }},
+     [](const FwdParams& p) { return linear2_fwd_saved_bytes(p, kStatePassesSm80); },
+     [](const BwdParams& p) { return linear2_bwd_saved_bytes(p, kStatePassesSm80); }},
 };
 
 // Rows of this table know FwdParams::state and BwdParams::state: those of order 2, which compute order 1 too.

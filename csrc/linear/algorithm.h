@@ -1,4 +1,4 @@
-// Fastmax by a state of fixed size in place of the keys.
+// The linear algorithm: Fastmax by a state of fixed size in place of the keys.
 #pragma once
 
 #include "core/algorithm.h"
@@ -9,12 +9,12 @@ extern const Algorithm kLinearAlgorithm;
 // Causal calls that continue from a state and end in one (FwdParams::state, BwdParams::state), n = m.
 extern const Algorithm kLinearFromState;
 
-// The widest head dim with kernels for order 1 alone (order1/): their state fits the registers of a block. Wider ones run the
-// kernels for order 2, which skip what is absent, as does what fades.
+// The widest head dim with kernels for order 1 alone (order1/), whose state fits the registers of a block. Wider heads, and calls with
+// decays, run the kernels for order 2, which skip the second-order part.
 inline constexpr int kLinear1HeadDim = 128;
 inline bool uses_linear1(const Problem& p) { return p.order == 1 && p.head_dim <= kLinear1HeadDim; }
 
-// Whether states fade. Sequences that begin anew are decays too, which leave nothing.
+// Whether a call needs decays of states. Bounds of packed sequences are decays to 0.
 inline bool has_decay(const AttentionParams& p) { return p.log_decay != nullptr || p.k_start.data != nullptr; }
 
 // g = grad_o / z and e = grad_z - grad_o . o / z, as BwdParams has them; g and e contiguous, both 0 where z is.

@@ -1,14 +1,14 @@
-// How a walk fades: what is left of a row y when a later row x looks at it, 2^-|G_x - G_y|.
+// Decays of the linear algorithm: a row y weighs 2^-|G_x - G_y| for a later row x.
 //
-// A state before a chunk holds its rows as they are left at the chunk's beginning. A row of y joins it with what is left of it at the end
-// of its own chunk (rows before the first chunk: at that one's beginning), the state fades from chunk to chunk, and a row of x fades
-// what it reads from the beginning of its chunk on. No factor is above 1, so that nothing overflows.
+// A state before a chunk holds its rows with their decay until the chunk's beginning. A row of y is added with its decay until the end of
+// its chunk (rows before the first chunk: until that one's beginning). The state decays from chunk to chunk. A row of x multiplies what it
+// reads by the decay since its chunk's beginning. No factor is above 1, so nothing overflows.
 //
 //   x rows          chunk 0        chunk 1        chunk 2
 //   edges          0              1              2              3
 //   row y in chunk 0     |- y's -->|-- carry(1) ->|-- x's -->|     row x in chunk 2
 //
-// Rows of x and y are tokens of one sequence: row r of y belongs to token r of the keys, or in a walk back in time to the r-th last.
+// Rows of x and y are tokens of one sequence: row r of y belongs to token r of the keys, in reversed order to the r-th last.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,42 +24,42 @@
 
 namespace fastmax {
 
-// How 64 virtual rows fade, for kernels that take rows by tiles, in the order of tokens. A row of x has that of the last row of y that
-// it sees.
+// Decays of 64 virtual rows in the order of tokens, for kernels that copy rows by tiles. A row of x has the values of the last row of y
+// that it sees.
 inline constexpr int kDecayTile = 64;
 struct DecayTile {
   float2 sums[kDecayTile];        // G as WalkSum has it
-  float until_end[kDecayTile];    // what is left of a row of y at the tile's last row in the walk; -0 where it takes no part
-  float since_chunk[kDecayTile];  // what is left of the state before the chunk, for a row of x
+  float until_end[kDecayTile];    // decay of a row of y until the tile's last row; -0 where it is masked
+  float since_chunk[kDecayTile];  // decay of the state from the chunk's beginning to a row of x
 };
 
 struct Decay {
-  const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: nothing fades
+  const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: no decays
   int tokens;
   int origin;            // virtual row where chunk 0 of the whole sequence begins
-  const float* carries;  // [state][chunk], of linear_carry
+  const float* carries;  // [state][chunk]: decay of the state over a chunk (DecayFactor)
   int chunks;            // of the whole sequence
   int first_chunk;       // of the phase
 
   const DecayTile* tiles;  // [state][tile_count], of all virtual rows (linear_decay_tiles); null: not wanted
   int tile_count;
-  bool bounds_alone;  // there are no decays: of a row everything is left or nothing
+  bool bounds_alone;  // no log_decay, only bounds of packed sequences: every decay is 1 or 0
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 
 #ifdef __CUDACC__
-  // Of the token of a row of y; rows outside of the sequence are as the nearest.
+  // The address of G for a row of y; rows outside of the sequence have that of the nearest row.
   __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row) const {
     const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
     return sums + state * tokens + min(max(token, 0), tokens - 1);
   }
   __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const { return __ldg(address(s, state, y_row)); }
-  // Between two rows, the later one in the walk first; <= 0.
+  // log2 of the decay between two rows, the later one first; <= 0.
   __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
     return s.time == Time::kForward ? fastmax::decay(x, y) : fastmax::decay(y, x);
   }
 
-  // Where the state refers to once all rows before a virtual row are in it, and the edge at which a chunk of the whole sequence begins.
+  // The edge until which rows of a state have decayed once all rows before a virtual row are in it; and the edge at a chunk's beginning.
   template <class Chunks>
   __device__ __forceinline__ int edge_after(const Chunks& s, int virtual_row) const {
     return virtual_row <= origin ? 0 : (virtual_row - 1 - origin) / s.chunk + 1;
@@ -74,7 +74,7 @@ struct Decay {
     return virtual_row >= origin && (virtual_row - origin) % s.chunk == 0;
   }
 
-  // G between the tokens on both sides of an edge: that of the earlier one in time.
+  // G at an edge: that of the earlier of the two tokens beside it.
   template <class Chunks>
   __device__ __forceinline__ float2 at_edge(const Chunks& s, int64_t state, int edge) const {
     const int rows = min(max(s.y_row(origin + edge * s.chunk), 0), tokens);  // before the edge
@@ -82,7 +82,7 @@ struct Decay {
     return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums + state * tokens + token);
   }
 
-  // log2 of what is left of a state when it has come from one edge to a later one.
+  // log2 of the decay of a state from one edge to a later one.
   template <class Chunks>
   __device__ __forceinline__ float passing(const Chunks& s, int64_t state, int from, int to) const {
     return between(s, at_edge(s, state, to), at_edge(s, state, from));
@@ -91,18 +91,18 @@ struct Decay {
 };
 
 #ifdef __CUDACC__
-// G of a row in the order of the walk: what is between two rows is the difference, whichever way the walk goes.
+// G with the sign of the direction of time: the decay between two rows is a difference, whether rows are reversed or not.
 struct WalkSum {
   float2 g;
   __device__ __forceinline__ static WalkSum of(const Sequence& s, float2 g) {
     const float sign = s.time == Time::kForward ? 1.f : -1.f;
     return {make_float2(sign * g.x, sign * g.y)};
   }
-  // log2 of the factor from a row on to a later one, <= 0.
+  // log2 of the decay since an earlier row, <= 0.
   __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::decay(g, row.g); }
 };
 
-// The rows of x of a lane, and slabs of rows of y that they look at, as they fade. Called by whole warps.
+// Decays of a lane's rows of x, and of slabs of rows of y that they see. Called by whole warps.
 template <class Problem>
 struct DecayRows {
   const Problem& p;
@@ -122,7 +122,7 @@ struct DecayRows {
     return in_walk(ptx::load_shared_f32x2(address + static_cast<int>(threadIdx.x % kRows) * 8));
   }
 
-  // Of what the rows row + 8 i read from the state before their chunk, the phase's `chunk`.
+  // Decays from the beginning of the phase's `chunk` to the rows row + 8 i of it.
   template <int kCount>
   __device__ __forceinline__ void since_chunk(float (&factors)[kCount], int chunk) const {
     const WalkSum edge = in_walk(p.decay.at_edge(p, state, p.decay.first_chunk + chunk));
@@ -137,16 +137,16 @@ __device__ __forceinline__ WalkSum from_lane(const WalkSum& x, int lane) {
   return {make_float2(__shfl_sync(0xffffffffu, x.g.x, lane), __shfl_sync(0xffffffffu, x.g.y, lane))};
 }
 
-// Whether nothing is left of a slab of kRows rows before the rows of x, of which `x` are this lane's.
+// Whether a slab of kRows rows is fully decayed for the rows of x behind it, of which `x` are this lane's.
 template <int kRows>
 __device__ __forceinline__ bool is_fully_decayed(const WalkSum& slab, const WalkSum& x) {
   constexpr float kZero = -150.f;  // 2^that is 0
   return __shfl_sync(0xffffffffu, from_lane(x, 0).since(slab), kRows - 1) < kZero;
 }
 
-// Calls f(may_be_zero, m, half, n, e, factor) for what an accumulator of rows row + 16 m + 8 half holds of row 8 n + 2 t + e of a slab of
-// y. before: the slab is before all rows of x; the factor is then one of a row and one of a column. Else the factor of pairs that see
-// nothing of each other is 1. Where may_be_zero (a std::bool_constant) is false, sequences that begin anew are not between any of them.
+// Calls f(may_be_zero, m, half, n, e, factor) for each element of an accumulator: row row + 16 m + 8 half of x, row 8 n + 2 t + e of a slab
+// of y, and the decay between them. before: the slab is before all rows of x; the decay is then a product of a factor per row and one per
+// column. Else pairs that do not see each other have the factor 1. Where may_be_zero (a std::bool_constant) is false, no factor is 0.
 template <int kBlocks8, int kRows8, class F>
 __device__ __forceinline__ void for_each_pair(const WalkSum (&x)[kRows8], const WalkSum& slab, bool before, const F& f) {
   const int lane_column = 2 * static_cast<int>(threadIdx.x % 4);
@@ -181,13 +181,13 @@ __device__ __forceinline__ void for_each_pair(const WalkSum (&x)[kRows8], const 
   }
 }
 
-// Nothing is left where the factor is 0, of what is no number either.
+// x times a decay; 0 where the decay is 0, even of NaN and infinities.
 __device__ __forceinline__ float decayed(float x, float factor) { return factor == 0.f ? 0.f : x * factor; }
 
-// x times 2^exponent. Where the factor is near 1, what it lacks is taken from x: a factor that is the same for thousands of chunks would
-// leave its rounding in all of them. Nothing is left of anything where it is 0, as of what is no number.
+// Multiplies by 2^exponent. A factor near 1 is stored as its difference from 1 and applied as x + x * difference: the rounding error of a
+// factor that is the same for thousands of chunks would add up. A factor of 0 gives 0, even of NaN and infinities.
 struct DecayFactor {
-  float code;  // <= 0: what a factor near 1 lacks; in (0, 1): the factor; kNothing: 0
+  float code;  // <= 0: a factor near 1, minus 1; in (0, 1): the factor; kNothing: 0
   static constexpr float kNothing = 2.f;
 
   __device__ __forceinline__ static DecayFactor of(float exponent) {
@@ -197,10 +197,9 @@ struct DecayFactor {
   __device__ __forceinline__ float operator()(float x) const {
     return code <= 0.f ? fmaf(x, code, x) : code == kNothing ? 0.f : x * code;
   }
-  // Rounded: for sums that are rounded to 16 bits at every chunk, which is more.
+  // The factor, rounded: for sums that are rounded to 16 bits at every chunk, a larger error.
   __device__ __forceinline__ float factor() const { return code <= 0.f ? 1.f + code : code == kNothing ? 0.f : code; }
-  // Calls for_each(f), which calls f for every one of many sums, with what fades a sum in place: inline, so that branches leave the sums
-  // in the registers where they are.
+  // Decays many sums in place: for_each(f) calls f for each. Inline assembly, so that branches leave the sums in their registers.
   template <class ForEach>
   __device__ __forceinline__ void apply(const ForEach& for_each) const {
     if (code <= 0.f) for_each([this](float& x) { asm volatile("fma.rn.f32 %0, %0, %1, %0;" : "+f"(x) : "f"(code)); });

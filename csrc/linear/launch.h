@@ -1,4 +1,4 @@
-// What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, coefficients.
+// Shared by the launchers of the linear algorithm: workspace, views of tensors, inputs in the kernels' formats, coefficients.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Inputs {
   RowMask key_mask;
 };
 
-// q, k and v as the kernels take them: fp16 widened to fp32 in the workspace.
+// q, k and v for the kernels; fp16 is widened to fp32 in the workspace.
 struct WidenedInputs {
   float *q = nullptr, *k = nullptr, *v = nullptr;
 
@@ -64,7 +64,7 @@ struct WidenedInputs {
   }
 };
 
-// k and v with zeros in the place of masked rows, for kernels that take them so; the same where there is no mask.
+// Copies of k and v with zeros in masked rows, for kernels that need them (StatePasses::takes_zeros); no copies without a mask.
 struct ZeroedInputs {
   char *k = nullptr, *v = nullptr;
   int32_t* counts = nullptr;
@@ -76,7 +76,7 @@ struct ZeroedInputs {
     counts = w.take<int32_t>(int64_t{p.b} * p.m);
   }
 
-  // Puts the zeroed k and v in the place of those given.
+  // Replaces k and v by the copies.
   void fill(const Problem& p, Inputs& in, cudaStream_t stream) const {
     if (counts == nullptr) return;
     ZeroArgs a{p.b, p.hk, p.m, p.d, p.dv, in.k, in.v, in.key_mask, k, v, counts};
@@ -91,8 +91,8 @@ inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMod
 inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
 inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
 
-// The portable kernels find row r of a walk at data + r * token: a walk back in time starts at the last token with a negative step.
-// Others may want coordinates instead, so this is done here and not where passes get their arguments.
+// Reversed rows for the portable kernels, which read row r at data + r * token: data points at the last token and the step is negative.
+// Other kernels need coordinates of tokens, so arguments are reversed here, at the launch of portable kernels.
 struct BackwardSteps {
   int bytes, out_bytes;  // of an element
 
@@ -114,7 +114,7 @@ struct BackwardSteps {
 
   void apply(StateArgs& a) const {
     inputs(a.ny, {&a.y, &a.w});
-    turn(a.mask, a.ny), turn(a.y_scale, a.ny), turn(a.kept, a.ny);
+    turn(a.mask, a.ny), turn(a.y_scale, a.ny), turn(a.attended, a.ny);
   }
   void apply(ReadArgs& a) const {
     inputs(a.nx, {&a.x}), inputs(a.ny, {&a.y, &a.w}), outputs(a.nx, {&a.out, &a.noise});
@@ -139,7 +139,7 @@ struct BackwardSteps {
   }
 };
 
-// Calls function(Type<Math>()) for the mode that the portable kernels run in.
+// Calls function(Type<Math>()) with the arithmetic mode of the portable kernels.
 template <class Function>
 void dispatch_kernel_math(const Problem& p, const Function& function) {
   switch (kernel_math(p)) {
@@ -149,7 +149,7 @@ void dispatch_kernel_math(const Problem& p, const Function& function) {
   }
 }
 
-// The portable kernels of a pass.
+// Launches the portable kernels of a pass.
 template <class Args>
 void run_pass(const Problem& p, Args a, cudaStream_t stream) {
   if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), output_bytes(p)}.apply(a);
@@ -176,18 +176,18 @@ struct BwdInputs : Inputs {
   RowScale e;  // (b, h, n)
 };
 
-// The inputs of a backward, with g and e in the workspace; e alone where both are given.
+// Inputs of a backward. g and e are computed into the workspace; where the call brings both, e is copied there.
 struct PreparedInputs {
   WidenedInputs widened;
   char* g = nullptr;
   float* e;
   int64_t e_head, e_pad;
 
-  // The e of a head end at a multiple of kBoundary, with zeros before them: a walk back in time, which begins at the last one, finds
-  // those of its tiles at multiples of their size. e_rows: at least so many of a head.
+  // The e of a head end at a multiple of kBoundary, with zeros before them: tiles of reversed rows, counted from the last row, then begin
+  // at multiples of their size. e_rows: the least number of e per head.
   PreparedInputs(const BwdParams& p, Workspace& w, int e_rows = 0)
       : widened(p, w), e_head(round_up(std::max(p.n, e_rows), kBoundary)), e_pad(e_head - p.n) {
-    if (p.g == nullptr) g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
+    if (!p.has_gradients_of_sums()) g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
     e = w.take<float>(int64_t{p.b} * p.h * e_head);
   }
 
@@ -197,14 +197,14 @@ struct PreparedInputs {
     if (e_pad > 0) {
       check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), heads, stream), "linear_prepare");
     }
-    if (p.g == nullptr) {
+    if (!p.has_gradients_of_sums()) {
       prepare(p, g, e + e_pad, e_head, stream);
     } else {
       check_cuda(cudaMemcpy2DAsync(e + e_pad, e_head * sizeof(float), p.e, p.n * sizeof(float), p.n * sizeof(float), heads,
                                    cudaMemcpyDeviceToDevice, stream),
                  "linear_prepare");
     }
-    return {in, p.g == nullptr ? contiguous(g, p.h, p.n, p.dv) : view(p.g, p.g_stride), {e + e_pad, e_head, 1}};
+    return {in, p.has_gradients_of_sums() ? view(p.g, p.g_stride) : contiguous(g, p.h, p.n, p.dv), {e + e_pad, e_head, 1}};
   }
 
   // e: heads e_head apart.

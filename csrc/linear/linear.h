@@ -1,11 +1,12 @@
-// The linear algorithm's passes: what they read and write, and where a state lives in memory.
-//
-// Every pass works on "x" rows that look at the "y" rows before them:
+// Arguments of the linear algorithm's passes. In each pass every row of x sees the rows of y before it:
 //   forward   x = q, y = k, values w = v          o    = sum f(x.y) w / z
 //   grad_q    x = q (with g), y = k (with v)      grad = sum scale f'(x.y) (g.v + e) y
 //   grad_v    x = k, y = q, values w = g          as the forward, on reversed rows
 //   grad_k    x = k (with v), y = q (with g)      as grad_q, on reversed rows
-// Reversed rows: a walk back in time (core/sequence.h, which also says what a boundary and virtual rows are).
+//
+// x is cut into chunks. State passes (StateArgs) add rows of y to a state and store a snapshot of it before every chunk. Output passes
+// (ReadArgs, GradArgs) give each row of x an inter-chunk part, from the snapshot before its chunk, and an intra-chunk part, from the
+// rows of y in its chunk. core/sequence.h defines reversed rows, virtual rows and the boundary.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,164 +28,169 @@ struct View {
   int64_t batch, head, token;
 };
 
-// Per-token numbers of a batch entry or of a head.
+// A byte per row of a batch entry: nonzero where the row is attended.
 struct RowMask {
-  const uint8_t* data;  // null: every row takes part
+  const uint8_t* data;  // null: every row is
   int64_t batch;
   int token;
 };
+// A factor per row of a head.
 struct RowScale {
   const float* data;  // null: all ones
   int64_t head;       // of (batch, head) flattened
   int token;
 };
 
-// How many rows of a batch entry take part, up to each one and with it. In the order of tokens.
+// Per row of a batch entry, in the order of tokens: how many rows up to and with it are attended.
 struct RowCounts {
-  const int32_t* data;  // null: every row takes part
+  const int32_t* data;  // null: all rows are
   int64_t batch;
 };
 
+// A result per row of a head.
 struct RowOutput {
   float* data;  // null: not wanted
   int64_t head;
   int token;
 };
 
-// Rows of a y head that take part in a state, in a walk that fades.
-struct KeptRows {
-  const uint8_t* data;   // null: the mask says it, or zeros in the rows' place
+// Rows of a y head that a state pass with decays adds: attended rows that are not fully decayed at the end of their chunk.
+struct AttendedRows {
+  const uint8_t* data;   // null: the mask says it, or zeros replace the other rows
   int64_t head;
   int token;
-  const uint8_t* whole;  // [y head][groups]: DecayArgs
+  const uint8_t* whole;  // [y head][groups]: whether all rows of a group are added (DecayArgs)
   int groups;
 };
 
+// Sizes of a pass, or of a phase of it (order2/plan.h).
 struct LinearProblem : ChunkedSequence {
   Decay decay;
   int batch;
   int state_heads;  // states per batch entry: key/value heads
   int x_group;      // x heads per state
   int y_group;      // y heads summed into one state
-  int d, dv;        // columns in memory of x/y and of the values
-  int part;         // order 1: y rows that are summed on their own; chunk where there are several chunks
+  int d, dv;        // columns in memory of x and y, and of the values
+  int part;         // order 1: y rows of a partial sum; the chunk where there are several chunks
   int order;
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
-  // Virtual rows of y in groups of kBoundary; and where the token of y row 0 lies among them, where they lie in the order of tokens.
+  // Groups of kBoundary virtual rows of y; and the place of y row 0's token among all virtual rows in the order of tokens.
   int groups() const { return (std::max(y_end(), end()) + kBoundary - 1) / kBoundary; }
   int first_token_at() const { return time == Time::kForward ? pad : groups() * kBoundary - ny - pad; }
-  // The same groups of all rows, those of x too, which blocks of kernels take by up to 256.
+  // Groups that cover the rows of x too, of which blocks of kernels have up to 256.
   int groups_of_all() const { return std::max(groups(), (boundary + round_up(nx, 256)) / kBoundary); }
-  // Order 1: lead parts before the boundary, then one per chunk but the last.
+  // Order 1: parts before the boundary (lead parts), then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
   __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts()) * part; }
 };
 
-// Weights that the snapshots carry: pairs (twice that off the diagonal), first order, second moment of y.
+// Coefficients that snapshots include: of pairs of columns (twice that off the diagonal), of first order, of the second moment of y.
 struct StateWeights {
   float pair, linear, moment;
 };
 
-// Order 2 walks y from virtual row `begin` to the last boundary. Where one walk per state would leave multiprocessors idle, it is cut
-// into segments that run side by side: one launch walks the first, and writes its snapshots, while it sums the rows of all others but
-// the last; a scan makes of the sums what each segment starts from; a second launch walks all but the first.
+// A state pass: adds features(y) w^T to the states and stores a snapshot at the beginning of every chunk. Order 2 goes from virtual row
+// `begin` to the last boundary. Where a block per share of a state would leave multiprocessors idle, the rows are cut into segments that
+// run side by side. The first launch does the first segment, with its snapshots, and sums the rows of the others except the last. A scan
+// turns the sums into the state before each segment. The second launch does all segments except the first.
 struct StateArgs : LinearProblem {
   View y, w;
-  View zeroed_y, zeroed_w;  // DecayTilesArgs, for groups of rows that `kept` says are not whole; else without data
+  View zeroed_y, zeroed_w;  // copies for groups that are not whole (`attended`), with zeros (DecayTilesArgs); else without data
   RowMask mask;
-  KeptRows kept;
-  RowScale y_scale;    // e of the y rows, in the moments sum e y y^T, sum e y, sum e
-  RowScale y_factors;  // DecayTilesArgs; else without data
+  AttendedRows attended;
+  RowScale y_scale;    // e of the y rows, for sum e y y^T, sum e y and sum e
+  RowScale y_factors;  // decays of the y rows (DecayTilesArgs::factors); else without data
   StateWeights weights;
   void* snapshots;   // [state][chunk][StateLayout::kWords]
-  float* sums;       // [state][chunk][StateLayout::kSums]
-  int begin;         // not 0: goes on from the accumulators of an earlier walk
+  float* sums;       // [state][chunk][StateLayout::kSums]: sum w, sum e y, sum e
+  int begin;         // not 0: continues from the accumulators of an earlier pass
   int segments;
   int segment_rows;  // of every segment but the last, which may have none
-  // [slot][state][block][state_accumulators()][thread]: slot 0 is what walks hand on, slot 1 + i is of segment i. Null: one segment,
-  // nothing handed on. Order 1: [state][part_floats()], a carried state.
+  // [slot][state][block][state_accumulators()][thread]: slot 0 passes a state from one state pass to the next, slot 1 + i belongs to
+  // segment i. Null: one segment and no earlier or later pass. Order 1: [state][part_floats()], a carried state.
   float* accumulators;
-  bool hands_on;     // the last segment's accumulators, to a later walk
+  bool hands_on;     // stores the accumulators after the last row for a later pass
   float* parts_sum;  // order 1: [state][part][part_floats()]
 };
 
-// The same for order 1, from parts of y that are each summed on its own.
+// A state pass of order 1: sums over parts of y, then a scan of the parts.
 struct PartStateArgs : StateArgs {};
 
-// o = sum f(x.y) w (/ z)
+// An output pass: out = sum f(x.y) w, in the forward over z.
 struct ReadArgs : LinearProblem {
   View x, y, w;
   RowMask y_mask, x_mask;  // masked x rows are written as zeros
-  RowCounts y_counts;      // of y_mask, where masked rows of y are zeros already (StatePasses::takes_zeros)
+  RowCounts y_counts;      // of y_mask, for kernels whose y and w have zeros in masked rows (StatePasses::takes_zeros)
   const void* snapshots;
-  const void* added;       // [state], a snapshot each that is added to all of its state; null: nothing is
+  const void* added;       // [state]: a snapshot that is added to all snapshots of its state; null: none
   const float* sums;
   float c0, c1, c2;        // f = c0 + x.y (c1 + c2 x.y)
   View out;
-  bool half_out;           // out (and noise) are fp16 while the inputs were widened to fp32
-  float* z;                // null: no division; else [batch][x head][z_head]
+  bool half_out;           // out and noise are fp16, the other tensors fp32 copies of fp16
+  float* z;                // [batch][x head], heads z_head apart; null: no division
   int64_t z_head;
-  bool adds;               // to what is in out; where there is no division
+  bool adds;               // adds to out; only without division
   RowOutput local_lse;      // FwdParams
-  KeyBounds k_start;     // in a walk that fades: a query whose first key comes after its own token sees nothing
+  KeyBounds k_start;       // with decays: a query whose k_start is after its own token sees nothing
   View noise;
   float dropout;
 };
 
-// grad = sum (g0 + g1 x.y) (x2.y2 + e) y
+// A gradient pass: out = sum (g0 + g1 x.y) (x2.y2 + e) y.
 struct GradArgs : LinearProblem {
   View x, x2, y, y2;
   RowMask y_mask, x_mask;
-  RowScale x_scale, y_scale;  // e, of the x rows or of the y rows: exactly one has data
+  RowScale x_scale, y_scale;  // e of the x rows or of the y rows: exactly one has data
   const void* snapshots;
   const void* added;       // as in ReadArgs
   const float* sums;
   float g0, g1;
   View out;
   bool half_out;
-  bool adds;               // to what is in out
+  bool adds;               // adds to out
   float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
-  RowOutput pair_sums;     // sum f(x.y) (x2.y2 + e) but of a row with its own token; in a walk that fades
+  RowOutput pair_sums;     // with decays: sum f(x.y) (x2.y2 + e), without the pair of a row with its own token
 };
 
-// w and e (null: ones) of every row as a state takes them, times what is left of the row at the end of its chunk; which rows there
-// are; and what is left of states. Rows of which nothing is left, or which are masked, are dropped.
+// Preparation of a state pass with decays. Multiplies w and e (null: ones) of every row by the row's decay until the end of its chunk,
+// and computes the decays of states over a chunk. Masked and fully decayed rows are dropped.
 struct DecayArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  void* decayed_w;   // [batch][y head][ny][dv], but of dropped rows
-  float* decayed_e;  // [batch][y head], heads e_head apart, of every virtual row at the token of its y row; 0 where there is no row
+  void* decayed_w;   // [batch][y head][ny][dv]; dropped rows are not written
+  float* decayed_e;  // [batch][y head], heads e_head apart: of every virtual row, at the token of its y row; 0 where there is no row
   int64_t e_head;
-  uint8_t* kept;   // [batch][y head][ny]
+  uint8_t* attended;  // [batch][y head][ny]
   uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
-  float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (DecayFactor)
+  float* carries;  // [state][chunk]: decay of the state over a chunk (DecayFactor)
 };
 
-// The same for kernels that fade rows themselves and take them by tiles, which they cannot leave out of a tile.
+// The same for kernels that copy whole tiles and apply the decays of rows themselves. They cannot leave a row out of a tile, so dropped
+// rows are zeros.
 struct DecayTilesArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  DecayTile* tiles;  // Decay
-  // What states take; null: only the tiles are wanted.
-  float* factors;   // [state], e_head apart: what is left of every virtual row of y at its chunk's end; 0 where there is no row
-  float* decayed_e;   // [batch][y head], likewise, times e; may be `factors` where there is no e
+  DecayTile* tiles;  // Decay::tiles
+  // For the state pass; null: only the tiles are wanted.
+  float* factors;   // [state], e_head apart: decay of every virtual row of y until its chunk's end; 0 where there is no row
+  float* decayed_e;   // [batch][y head], e_head apart: the same times e; may be `factors` where there is no e
   int64_t e_head;
-  void *zeroed_y, *zeroed_w;  // [batch][y head][ny][d or dv], of groups that are not whole: with zeros in the place of dropped rows
+  void *zeroed_y, *zeroed_w;  // [batch][y head][ny][d or dv]: copies of the groups that are not whole, with zeros for dropped rows
   uint8_t* whole;  // [batch][y head][groups]
   float* carries;  // [state][chunk]
 };
 
-// A number for each kind of row of a state: 1, k_a, k_a k_a, and k_a k_b of different columns.
+// A factor for each kind of row of a state: 1, k_a, k_a k_a, and k_a k_b of different columns.
 struct StateFactors {
   float one, first, square, product;
 };
 
-// Rows of y that the walk over them did not count: all of a batch entry, or those of which there are counts.
+// Rows of y that are missing in the state pass's sum of ones: all of a batch entry, or as many as `counts` says.
 struct UncountedRows {
   int rows;
   RowCounts counts;
@@ -194,18 +200,18 @@ struct UncountedRows {
   }
 };
 
-// A carried state and slot 0 of StateArgs::accumulators, which holds the same sums: what is loaded, or stored, is multiplied.
+// Conversion between a carried state and slot 0 of StateArgs::accumulators, which hold the same sums.
 struct CarriedArgs {
   CarriedState state;
   int states, state_heads;
   float* accumulators;
-  StateFactors factors;
-  UncountedRows uncounted;  // join the sum of ones when it is stored
+  StateFactors factors;     // multiply what is loaded or stored
+  UncountedRows uncounted;  // added to the sum of ones when it is stored
 };
 
-// Snapshots, and sums, of a walk that began with nothing, which take in what was before its first row.
+// Adds a carried state to saved snapshots and sums, which a state pass from a state of zeros stored.
 struct AddArgs : LinearProblem {
-  const void* state;  // [state], a snapshot each; null: the sums alone take it in
+  const void* state;  // [state]: the carried state as a snapshot; null: readers add it (ReadArgs::added), only sums change
   const float* state_sums;
   void* snapshots;    // [state][chunk]
   float* sums;
@@ -213,7 +219,7 @@ struct AddArgs : LinearProblem {
   int64_t sum_floats;
 };
 
-// g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
+// Gradients of the numerator and the denominator: g = grad_o (1 + dropout noise) / z and e = -(grad_o . o) / z + grad_z, 0 where z is 0.
 struct PrepareArgs {
   int batch, heads, n, dv;
   View grad_o, o, noise;
@@ -225,7 +231,7 @@ struct PrepareArgs {
   int64_t e_head;
 };
 
-// Rows of k and v with zeros in the place of those that take no part, and how many do.
+// Copies of k and v with zeros in masked rows, and counts of the other rows (RowCounts).
 struct ZeroArgs {
   int batch, heads, tokens, d, dv;
   View k, v;
@@ -234,14 +240,14 @@ struct ZeroArgs {
   int32_t* counts;            // [batch][token]
 };
 
-// One pass; its arguments, from here or from order1/linear1.h, say which.
+// Launches the portable kernel of the pass that the type of its arguments names (here or in order1/linear1.h).
 template <class Math, class Args>
 void linear_pass(const Args& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
 template <class Math>
 void linear_decay(const DecayArgs& a, cudaStream_t stream);
-// bf16
+// For bf16:
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream);
 void linear_decay_tiles(const DecayTilesArgs& a, cudaStream_t stream);
 // Carried state -> accumulators, and accumulators -> new carried state
@@ -249,7 +255,7 @@ template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_store_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
-// The same for order 1.
+// For order 1:
 void linear_load_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 void linear_store_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 template <class Math>

@@ -1,4 +1,4 @@
-// What is made of tensors before the passes: g and e of a backward, fp32 copies of fp16, rows that fade.
+// Kernels that prepare inputs of the passes: g and e of a backward, fp32 copies of fp16, decayed copies of rows.
 //
 // shards: FASTMAX_MATH
 
@@ -10,7 +10,7 @@
 namespace fastmax {
 namespace {
 
-// A row per kLanes lanes, 16 bytes per load. g is rounded before e is taken from it: where o is close to v the two cancel in g.v + e.
+// A row per kLanes lanes, 16 bytes per load. e is computed from the rounded g: where o is close to v the two cancel in g.v + e.
 template <class In, class G, int kLanes>
 __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int head_blocks) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(In));
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(256) linear_decay_kernel(const DecayArgs a, co
     factors[threadIdx.x] = factor;
     const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
     *own_e = drops ? 0.f : e * factor;
-    a.kept[first + token] = !drops;
+    a.attended[first + token] = !drops;
   } else if (threadIdx.x < kBoundary) {
     *own_e = 0.f;
   }
   drops = __syncthreads_or(drops);
   if (threadIdx.x == 0) a.whole[blockIdx.x] = !drops;
 
-  // What is dropped is not read.
+  // Dropped rows are not read.
   const Element* source = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
   const int vectors = a.dv / kVector;
 #pragma unroll 4

@@ -1,4 +1,4 @@
-// Tile shapes of the portable linear kernels: rows, warps, stages, what is held in registers; static_asserts say what does not fit.
+// Tile shapes of the portable linear kernels: rows, warps, stages, registers; static_asserts report what does not fit.
 // Chunks and blocks of a state are in order2/state_format.h.
 #pragma once
 
@@ -47,7 +47,7 @@ struct StateTile {
   static constexpr bool kPipelined = kIs16Bit<Math>;
 };
 
-// States of order 1 that are summed in parts. A warp owns 16 value columns times all first-order features, a block up to 128.
+// Partial sums of order 1. A warp owns 16 value columns times all first-order features, a block up to 128.
 template <class Math, int kHeadDim>
 struct PartTile {
   static constexpr int kValues = kHeadDim < 128 ? kHeadDim : 128;
@@ -112,7 +112,7 @@ struct GradTile {
   static constexpr int kWarpRows = kRowTiles * 16;
   // x2's fragments stay in registers, but for head_dim 256 in fp32, where each is read when it is needed.
   static constexpr bool kKeepX2 = kIs16Bit<Math> || kHeadDim <= 128;
-  // Where x2 and the sums of two row tiles do not fit in registers, the own chunk adds to the gradient in shared memory.
+  // Where x2 and the sums of two row tiles do not fit in registers, the intra-chunk part adds to the gradient in shared memory.
   static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
   static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
@@ -165,7 +165,7 @@ struct Linear1Tile {
 
   static constexpr int stage_bytes(int tiles) { return tiles * kTileBytes + kScaleBytes; }
 
-  // Blocks per multiprocessor that a walk's registers are rationed for.
+  // Blocks per multiprocessor for which a pass limits its registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kMinBlocks = 1;
 #else

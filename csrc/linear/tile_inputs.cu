@@ -1,4 +1,4 @@
-// What kernels take whose copy engine moves whole tiles: rows that take no part as zeros, and how rows fade.
+// Inputs of kernels that copy whole tiles (TMA): copies with zeros in masked rows, and the decays of tiles.
 
 #include "core/launch.h"
 #include "linear/order2/features.h"

@@ -76,22 +76,32 @@ void fill(AttentionParams& p) {
 
 void fill(FwdParams& p) {
   take("o", p.o, p.o_stride), take("z", p.z);
-  take("kv_state", p.state.values), take("k_sum", p.state.weights);
-  take("new_kv_state", p.state.new_values), take("new_k_sum", p.state.new_weights);
+  take("kv_state", p.state.kv_state), take("k_sum", p.state.k_sum);
+  take("new_kv_state", p.state.new_kv_state), take("new_k_sum", p.state.new_k_sum);
   p.state.d = integer("state_d", p.d), p.state.dv = integer("state_dv", p.dv);
-  take("saved", p.kept);
+  take("saved", p.saved);
+  const bool saves = p.saved != nullptr;
+  if (p.state.kv_state == nullptr) p.mode = FwdMode::kOutputs;
+  else if (p.o == nullptr) p.mode = saves ? FwdMode::kStateAndSaved : FwdMode::kState;
+  else if (saves) p.mode = FwdMode::kOutputsFromSaved;
+  else p.mode = p.state.new_kv_state == nullptr ? FwdMode::kOutputsFromState : FwdMode::kOutputsAndState;
 }
 
 void fill(BwdParams& p) {
   take("o", p.o, p.o_stride), take("grad_o", p.grad_o, p.grad_o_stride), take("z", p.z), take("grad_z", p.grad_z);
   take("grad_q", p.grad_q, p.grad_q_stride), take("grad_k", p.grad_k, p.grad_k_stride), take("grad_v", p.grad_v, p.grad_v_stride);
   take("grad_log_decay", p.grad_log_decay);
-  take("kv_state", p.state.values), take("k_sum", p.state.weights);
-  take("new_kv_state", p.state.new_values), take("new_k_sum", p.state.new_weights);
-  take("grad_new_kv_state", p.state.grad_new_values), take("grad_new_k_sum", p.state.grad_new_weights);
-  take("grad_kv_state", p.state.grad_values), take("grad_k_sum", p.state.grad_weights);
+  take("kv_state", p.state.kv_state), take("k_sum", p.state.k_sum);
+  take("new_kv_state", p.state.new_kv_state), take("new_k_sum", p.state.new_k_sum);
+  take("grad_new_kv_state", p.state.grad_new_kv_state), take("grad_new_k_sum", p.state.grad_new_k_sum);
+  take("grad_kv_state", p.state.grad_kv_state), take("grad_k_sum", p.state.grad_k_sum);
   p.state.d = integer("state_d", p.d), p.state.dv = integer("state_dv", p.dv);
-  take("saved", p.kept);
+  take("saved", p.saved);
+  const bool saves = p.saved != nullptr;
+  if (p.state.kv_state == nullptr) p.mode = BwdMode::kInputs;
+  else if (p.grad_q != nullptr) p.mode = p.grad_k == nullptr ? BwdMode::kQueries : BwdMode::kInputsAndState;
+  else if (p.grad_k != nullptr) p.mode = saves ? BwdMode::kKeysFromSaved : BwdMode::kKeys;
+  else p.mode = saves ? BwdMode::kStateAndSaved : BwdMode::kState;
 }
 
 // What later versions of the params have beside these.
@@ -101,7 +111,7 @@ void fill_more(Params& p) {
     take("local_lse", p.local_lse);
     p.local_lse_head = has("local_lse") ? tensor("local_lse").strides[1] : 0;
   }
-  if constexpr (requires { p.from_nothing; }) p.from_nothing = integer("from_nothing", 0) != 0;
+  if constexpr (requires { p.from_zero_state; }) p.from_zero_state = integer("from_nothing", 0) != 0;
   if constexpr (requires { p.adds; }) p.adds = integer("adds", 0) != 0;
   if constexpr (requires { p.g_stride; }) take("g", p.g, p.g_stride), take("e", p.e);
   if constexpr (requires { p.pairs_by_query; }) take("pairs_by_query", p.pairs_by_query);
@@ -143,7 +153,7 @@ class Workspace {
 };
 
 template <class Params>
-size_t kept_bytes(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*bytes)(const Params&)) {
+size_t saved_bytes(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*bytes)(const Params&)) {
   Params p{};
   fill(static_cast<AttentionParams&>(p)), fill(p), fill_more(p);
   const auto function = select(algorithm, p, direction).*bytes;
@@ -202,11 +212,11 @@ const char* emulator_run(const char* algorithm, int backward) {
 // The row of the algorithm's table that ran.
 const char* emulator_kernels() { return fastmax::kernels_name.c_str(); }
 
-// Of states that calls leave on the way (Kernels::fwd_kept_bytes).
+// Bytes of the intermediate states that a call saves (Kernels::fwd_saved_bytes).
 int64_t emulator_kept_bytes(const char* algorithm, int backward) {
   using namespace fastmax;
   const Algorithm& chosen = algorithm_of(algorithm);
-  return static_cast<int64_t>(backward != 0 ? kept_bytes(chosen, Direction::kBackward, &Kernels::bwd_kept_bytes)
-                                            : kept_bytes(chosen, Direction::kForward, &Kernels::fwd_kept_bytes));
+  return static_cast<int64_t>(backward != 0 ? saved_bytes(chosen, Direction::kBackward, &Kernels::bwd_saved_bytes)
+                                            : saved_bytes(chosen, Direction::kForward, &Kernels::fwd_saved_bytes));
 }
 }

@@ -1,4 +1,4 @@
-// The linear algorithm of order 1 as a sequence of passes: segments, workspace, arguments. No kernels here.
+// The sequence of passes of the linear algorithm of order 1: segments, workspace and arguments. Linear1Walks has the kernels.
 //
 // Workspace per state (b * hk of them): parts * (head_dim^2 + 2 head_dim + 4) floats, parts about what fills the device; in the backward
 // also g (as grad_o) and e (a float per row), or in place of g 1 / z (another one). fp16 adds fp32 copies of q, k and v. All O(n d).
@@ -14,12 +14,12 @@
 namespace fastmax {
 namespace {
 
-// A segment costs a state, written and read: about 16 head_dim^2 bytes against 8 head_dim per row. Short ones are for problems that do
-// not fill the device.
+// A segment costs the traffic of a state: about 16 head_dim^2 bytes against 8 head_dim per row. Only problems that do not fill the device
+// have short segments.
 constexpr int kMinSegment = 256;
 static_assert(kMinSegment % (2 * kBoundary) == 0, "halves of a segment end at a boundary");
 
-// x rows looking at y rows; x_heads and y_heads are per batch entry.
+// Returns the problem of x rows that see y rows; x_heads and y_heads are per batch entry.
 Linear1Problem make_problem(const Problem& p, const Linear1Walks& kernels, int x_heads, int y_heads, int nx, int ny, int boundary_offset, Time time,
                             int y_columns, int w_columns) {
   Linear1Problem r{};
@@ -46,7 +46,7 @@ Linear1Problem make_problem(const Problem& p, const Linear1Walks& kernels, int x
     r.part = piece(ny, r.states());
   }
   r.segments = (nx + r.segment - 1) / r.segment;
-  // Sums have registers for more blocks than walks.
+  // Registers allow more blocks of sums than of passes.
   if (p.causal && 2 * int64_t{r.states()} * (r.segments - 1) <= kernels.sum_blocks(p) && r.segment >= 2 * kMinSegment) r.part = r.segment / 2;
   r.lead_parts = (r.boundary + r.part - 1) / r.part;
   r.parts = r.lead_parts + (p.causal ? (r.segments - 1) * (r.segment / r.part) : 0);
@@ -71,10 +71,10 @@ struct FwdPlan {
 };
 
 struct BwdPlan {
-  Linear1Problem q_problem;   // grad_q: queries looking at keys
-  Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, back in time
+  Linear1Problem q_problem;   // grad_q: queries that see keys
+  Linear1Problem kv_problem;  // grad_k, grad_v: keys that see queries, over reversed rows
   std::optional<PreparedInputs> prepared;
-  float *e = nullptr, *inverse_z;  // where there are no prepared inputs, as theirs
+  float *e = nullptr, *inverse_z;  // without prepared inputs; laid out as theirs
   int64_t e_head, e_pad;
   float* prefixes;  // of one problem, then of the other
   size_t bytes;
@@ -93,7 +93,7 @@ struct BwdPlan {
     bytes = w.used();
   }
 
-  // g is grad_o where the walks divide.
+  // The inputs of the passes; without prepared inputs g is grad_o.
   BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
     if (prepared) return prepared->fill(p, stream);
     if (e_pad > 0) {
@@ -110,7 +110,7 @@ struct BwdPlan {
   RowScale w_scale() const { return prepared ? RowScale{} : RowScale{inverse_z + e_pad, e_head, 1}; }
 };
 
-// A walk, after the sums that it starts from.
+// Runs a pass after the sums that it starts from.
 void run_walk(const Problem& p, const Linear1Walks& walks, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
   Linear1SumArgs sums{walk};
   sums.y = walk.y, sums.w = walk.w;
@@ -171,7 +171,7 @@ void launch_linear1_bwd(const BwdParams& p, const Linear1Walks& walks, cudaStrea
   grad_q.half_out = runs_as_tf32(p);
   run_walk(p, walks, grad_q, plan.prefixes, stream);
 
-  // grad_k and grad_v: suffixes of q^T g, as prefixes of a walk back in time.
+  // grad_k and grad_v: suffixes of q^T g, as prefixes over reversed rows.
   Linear1SumArgs suffix{plan.kv_problem};
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e, suffix.w_scale = plan.w_scale();

@@ -1,13 +1,13 @@
-// The linear algorithm of order 1, f(s) = c0 + c1 x.y: passes over x rows that look at the y rows before them, with the notation of
+// The linear algorithm of order 1, f(s) = c0 + c1 x.y: passes in which x rows see the y rows before them, with the notation of
 // linear/linear.h (x, y, values w) and of core/sequence.h.
 //
 //   forward    x = q, y = k, w = v        o      = sum f(x.y) w / z
 //   grad_q     x = g, y = v, w = k        grad_q = sum c1 (x.y + e_x) w, the forward's sum with a constant per x row
 //   grad_k, v  x = k and v, y = q, w = g  grad_v = sum f(k.q) g, grad_k = sum c1 (v.g + e_y) q, from one state
 //
-// The state is the head_dim x head_dim matrix sum y w^T, with the vectors sum w and sum (e) y. A block walks a segment of x with the
-// state in its accumulators; the states at the beginnings of segments come from sums over parts of y. So y and w are read twice, and
-// once where the states alone fill the device and there is a single segment.
+// The state is the head_dim x head_dim matrix sum y w^T, with the vectors sum w and sum (e) y. A block has the state in its accumulators
+// and goes over a segment of x: it computes results of a few rows, then adds the rows of y that they see to the state. The states before
+// segments come from sums over parts of y. So y and w are read twice, and once where a single segment per state fills the device.
 #pragma once
 
 #include "core/algorithm.h"
@@ -22,21 +22,21 @@ struct Linear1Problem : Sequence {
   int x_group, y_group;      // x heads per state, y heads summed into one state
   int y_columns, w_columns;  // columns in memory of y (and of the x that meets it), and of w
   int sm_arch;
-  int segment, segments;     // x rows that a group of blocks walks, and how many of those
-  int group;                 // blocks that take turns at the tiles of a segment
-  int part;                  // y rows that are summed on their own; causal, a divisor of the segment
+  int segment, segments;     // x rows of a group of blocks, and the number of segments
+  int group;                 // blocks that share the tiles of a segment
+  int part;                  // y rows of a partial sum; causal: a divisor of the segment
   int lead_parts, parts;     // parts before the boundary, and all: causal, also those of every segment but the last
 
   __host__ __device__ int states() const { return batch * state_heads; }
   __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts) * part; }
-  // The part whose inclusive prefix is the state before a segment; negative where nothing is before it.
+  // The part whose inclusive prefix is the state before a segment; negative where no rows are before it.
   __host__ __device__ int part_before(int segment_index) const { return lead_parts - 1 + (causal ? segment_index * (segment / part) : 0); }
 };
 
 // Floats of a state: the matrix in the order of the accumulators, sum w, sum y, and the number of rows.
 constexpr __host__ __device__ int64_t linear1_state_floats(int head_dim) { return int64_t{head_dim} * head_dim + 2 * head_dim + 4; }
 
-// States of parts, then their inclusive prefixes in the same place.
+// Sums over parts, then their inclusive prefixes in place: a state pass of order 1.
 struct Linear1SumArgs : Linear1Problem {
   View y, w;
   RowMask y_mask;
@@ -58,7 +58,7 @@ struct Linear1WalkArgs : Linear1Problem {
   View noise;
   float dropout;
 
-  // Where x is grad_o (Linear1Walks::divides): out is divided by z, and e and 1 / z of its rows are written, heads e_head apart.
+  // Where x is grad_o (Linear1Walks::divides): out is divided by z, and e and 1 / z of its rows are stored, heads e_head apart.
   View o;
   const float *given_z, *grad_z;  // [batch][x head][nx]; grad_z may be null
   float *e, *inverse_z;
@@ -76,25 +76,25 @@ struct Linear1PairWalkArgs : Linear1Problem {
   bool half_out;
 };
 
-// Blocks of the walks that share a multiprocessor: what the segments are cut for, and, where it has 227 KB of shared memory, what
-// registers are rationed for. With less, shared memory decides.
+// Blocks of a pass that share a multiprocessor: for these the launcher cuts segments and, with 227 KB of shared memory, the kernels limit
+// registers. With less, shared memory decides.
 constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
   if (shared_limit(sm_arch) < shared_limit(90)) return is_bf16 && head_dim <= (sm_arch == 80 ? 64 : 32) ? 2 : 1;
   if (!is_bf16) return head_dim <= 64 ? 2 : 1;
   return head_dim <= 64 ? 3 : head_dim <= 96 ? 2 : 1;
 }
-// Likewise of the sums.
+// The same for sums over parts.
 constexpr int linear1_sum_blocks(int head_dim, bool is_bf16) { return !is_bf16 ? 1 : head_dim <= 64 ? 4 : 2; }
 
 // An architecture's kernels.
 struct Linear1Walks {
-  int (*blocks)(const Problem& p);  // of walks, and of sums, that fill the device
+  int (*blocks)(const Problem& p);  // blocks of passes, and of sums, that fill the device
   int (*group)(const Problem& p, int64_t walks);
   int (*sum_blocks)(const Problem& p);
   void (*sum)(const Problem& p, const Linear1SumArgs& a, cudaStream_t stream);
   void (*walk)(const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream);
   void (*pair_walk)(const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream);
-  // Whether grad_o, o and z may come in the place of g and e. Null: no.
+  // Whether the passes can read grad_o, o and z in place of g and e. Null: no.
   bool (*divides)(const BwdParams& p);
 };
 extern const Linear1Walks kLinear1WalksSm80;  // for every architecture

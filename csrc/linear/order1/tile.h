@@ -1,4 +1,4 @@
-// What the order-1 kernels share: shapes, the state in accumulators and in shared memory, loads of a step.
+// Shared by the kernels of order 1: shapes, the state in accumulators and in shared memory, loads of a step.
 #pragma once
 
 #include "linear/order1/linear1.h"
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t trans_offset(int column) {
   return Layout::move_right(lane_offset_b_kn<Math, kHeadDim>(), column / Layout::kChunkElements);
 }
 
-// A warp of a walk: the 16 rows of x and the columns of the result that are its own. Later rows see more rows of the step: column
+// A warp's 16 rows of x and columns of the result. Later rows see more rows of the step: column
 // groups alternate in direction, so that the schedulers of a multiprocessor get about the same work.
 template <class Math, int kHeadDim>
 struct Linear1Warp {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void weights_column(WeightsB<Math>& b, const float* w
   }
 }
 
-// Ring of a walk: the next step is on its way while one is at work, where the device has shared memory for two stages.
+// Stages of a ring: the next step is loaded during a step where the device has shared memory for two.
 __device__ __forceinline__ void wait_for_stage(int stages) {
   if (stages == 2) ptx::cp_async_wait<1>();
   else ptx::cp_async_wait<0>();
@@ -423,7 +423,7 @@ __device__ __forceinline__ void load_row_scale(uint32_t dst, const RowScale& sca
   }
 }
 
-// Whether this thread's row of a step is a row of y that takes part.
+// Whether this thread's row of a step is an attended row of y.
 template <int kRows>
 __device__ __forceinline__ bool counts_row(int row_begin, int rows, const uint8_t* mask, int mask_stride) {
   const int row = row_begin + static_cast<int>(threadIdx.x);

@@ -1,8 +1,8 @@
-// A carried state to and from the accumulators of a state kernel, whatever their format. Both hold plain sums in fp32, so that nothing is
-// rounded. The gradient of a state holds sums of f's coefficients times features of queries: factors lie between it and the accumulators.
+// Conversion of a carried state to and from the accumulators of a state kernel, in any format. Both hold the same sums in fp32, so nothing
+// is rounded. The gradient of a state also has the coefficients of f as factors.
 //
-// The state has every product of two columns once. A diagonal tile and the second moment have k_a k_b and k_b k_a, which are the same
-// number: both are loaded from its place, and one is stored. Columns that only the kernels have are loaded as zeros and not stored.
+// The state has every product of two columns once. A diagonal tile and the second moment have both k_a k_b and k_b k_a: both are loaded
+// from one element, and one of them is stored. Padded columns are loaded as zeros and not stored.
 #pragma once
 
 #include "core/fragments.h"
@@ -11,13 +11,13 @@
 
 namespace fastmax {
 
-// Where an accumulator lies in a state.
+// The element of a state that an accumulator holds.
 struct Place {
   enum class In { kNothing, kValues, kWeights };
   In in = In::kNothing;
   int64_t index = 0;
   float factor = 1.f;
-  bool again = false;  // another accumulator is the one that is stored
+  bool again = false;  // the same element as another accumulator, which is stored
 
   __device__ __forceinline__ float load(const float* values, const float* weights) const {
     return in == In::kNothing ? 0.f : (in == In::kValues ? values[index] : weights[index]) * factor;
@@ -29,7 +29,7 @@ struct Place {
   }
 };
 
-// Where the sums of features lie in a state, by their columns of y and of w.
+// Elements of a state by the columns of y and w.
 struct StatePlaces {
   int d, dv;
   StateFactors factors;
@@ -66,11 +66,11 @@ struct StatePlaces {
   }
 };
 
-// Blocks for each block of the state kernel, of as many threads: few states have few of those, and each number waits for memory.
+// Blocks for each block of the state kernel, with as many threads: more of them hide the latency of memory where states are few.
 inline constexpr int kCarryShares = 4;
 
-// By the threads of a block. Places: a thread's accumulators, kGroups times kTogether of them. The
-// last is its part of the sum of ones.
+// Loads or stores the accumulators of a block. Places: the elements of a thread's accumulators, kGroups times kTogether of them; the last
+// accumulator is the thread's part of the sum of ones.
 template <bool kLoads, class Places>
 __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
   const int share = static_cast<int>(blockIdx.x) % kCarryShares, block = static_cast<int>(blockIdx.x) / kCarryShares;
@@ -86,8 +86,8 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
     for (int i = 0; i < Places::kTogether; ++i) {
       const Place place = places(group, i);
       float& sum = accumulators[(group * Places::kTogether + i) * Places::kThreads];
-      if constexpr (kLoads) sum = place.load(a.state.values + first_value, a.state.weights + first_row);
-      else place.store(a.state.new_values + first_value, a.state.new_weights + first_row, sum);
+      if constexpr (kLoads) sum = place.load(a.state.kv_state + first_value, a.state.k_sum + first_row);
+      else place.store(a.state.new_kv_state + first_value, a.state.new_k_sum + first_row, sum);
     }
   }
 
@@ -95,10 +95,10 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
   float& count = accumulators[kSums * Places::kThreads];
   const bool is_first = threadIdx.x % 32 == 0;
   if constexpr (kLoads) {
-    count = places.has_count() && is_first ? a.state.weights[first_row] * a.factors.one : 0.f;
+    count = places.has_count() && is_first ? a.state.k_sum[first_row] * a.factors.one : 0.f;
   } else if (places.has_count()) {
     const float total = warp_sum(count) + static_cast<float>(a.uncounted.of(state / a.state_heads));
-    if (is_first) a.state.new_weights[first_row] = total * a.factors.one;
+    if (is_first) a.state.new_k_sum[first_row] = total * a.factors.one;
   }
 }
 

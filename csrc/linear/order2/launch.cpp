@@ -1,14 +1,14 @@
-// The linear algorithm of order 2 as a sequence of passes: workspace, arguments. No kernels here: a StatePasses has them. Order 1 has
-// its own sequence (order1/launch.cpp) up to head_dim 128.
+// The sequence of passes of the linear algorithm of order 2: workspace and arguments. StatePasses has the kernels. Order 1 has its own
+// sequence (order1/launch.cpp) up to head_dim 128.
 //
 // Workspace of the portable kernels, per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight
 // columns), for as many states and chunks as a phase has (plan.h):
 //   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
 //              the suffix states
-//   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where one walk per
-//              state leaves multiprocessors idle; at most about 100 MB on 132 multiprocessors
-//   parts      order 1 (at head_dim 256, or where states fade or are carried): as many numbers as snapshots, in fp32; and of a carried
-//              state once more, in place of the accumulators
+//   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where a state pass is
+//              cut into segments; at most about 100 MB on 132 multiprocessors
+//   parts      order 1 (at head_dim 256, with decays or a carried state): as many numbers as snapshots, in fp32; and in place of the
+//              accumulators one part for a carried state
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
@@ -33,15 +33,15 @@ struct StateBuffers {
   float* parts = nullptr;
 };
 
-// What a plan keeps: the snapshots of all states, then their sums.
-StateBuffers kept_buffers(void* kept, const StatePlan& plan) {
+// The buffers of a plan that saves its states: the snapshots of all states, then their sums.
+StateBuffers saved_buffers(void* saved, const StatePlan& plan) {
   StateBuffers buffers;
-  buffers.snapshots = static_cast<char*>(kept);
-  buffers.sums = reinterpret_cast<float*>(buffers.snapshots + plan.kept_slots() * plan.sizes.snapshot_bytes);
+  buffers.snapshots = static_cast<char*>(saved);
+  buffers.sums = reinterpret_cast<float*>(buffers.snapshots + plan.saved_slots() * plan.sizes.snapshot_bytes);
   return buffers;
 }
 
-// Buffers that serve one plan after the other.
+// Returns buffers in the workspace that serve one plan after the other.
 StateBuffers take_buffers(std::initializer_list<const StatePlan*> plans, Workspace& w) {
   int64_t slots = 0, accumulators = 0, parts = 0;
   for (const StatePlan* plan : plans) {
@@ -58,58 +58,108 @@ StateBuffers take_buffers(std::initializer_list<const StatePlan*> plans, Workspa
   return buffers;
 }
 
-// What a phase sees of tensors: its states' batch entries and heads, and tokens from one on. heads: of the tensor, per state.
-View of_phase(View v, const Phase& phase, int heads, int token, int bytes) {
-  const int64_t offset = phase.first_batch * v.batch + int64_t{phase.first_head} * heads * v.head + token * v.token;
-  if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + offset * bytes;
-  return v;
-}
-RowMask of_phase(RowMask m, const Phase& phase, int token) {
-  if (m.data != nullptr) m.data += phase.first_batch * m.batch + static_cast<int64_t>(token) * m.token;
-  return m;
-}
-template <class PerRow>  // RowScale, RowOutput
-PerRow of_phase(PerRow s, const Phase& phase, int heads, int token) {
-  if (s.data != nullptr) s.data += int64_t{phase.first_state} * heads * s.head + static_cast<int64_t>(token) * s.token;
-  return s;
-}
-KeptRows of_phase(KeptRows kept, const Phase& phase) {
-  const int64_t first_head = int64_t{phase.first_state} * phase.problem.y_group;
-  if (kept.data != nullptr) kept.data += first_head * kept.head;
-  if (kept.whole != nullptr) kept.whole += first_head * kept.groups;
-  return kept;
-}
-CarriedState of_phase(CarriedState state, const Phase& phase) {
-  if (state.values == nullptr) return state;
-  const int64_t first_row = int64_t{phase.first_state} * decode_rows(state.d, phase.problem.order);
-  state.values += first_row * state.dv, state.weights += first_row;
-  if (state.new_values != nullptr) state.new_values += first_row * state.dv, state.new_weights += first_row;
-  return state;
-}
-KeyBounds of_phase(KeyBounds bounds, const Phase& phase) {
-  const Stride& s = bounds.stride;
-  if (bounds.data != nullptr) bounds.data += phase.first_batch * s.batch + phase.first_head * s.head + phase.first_token * s.token;
-  return bounds;
-}
-StateBuffers of_phase(StateBuffers kept, const StateSizes& sizes, const Phase& phase) {
-  const int64_t first_slot = phase.problem.slot(phase.first_state, 0);
-  kept.snapshots += first_slot * sizes.snapshot_bytes, kept.sums += first_slot * sizes.sum_floats;
-  return kept;
-}
-Decay of_phase(Decay decay, const Phase& phase) {
-  if (decay) {
-    decay.sums += int64_t{phase.first_state} * decay.tokens;
-    decay.carries += int64_t{phase.first_state} * decay.chunks;
-    if (decay.tiles != nullptr) decay.tiles += int64_t{phase.first_state} * decay.tile_count;
-    decay.first_chunk = phase.first_row / phase.problem.chunk;
+// The part of each tensor that a phase works on: the batch entries and heads of its states. Tensors with a row per x row begin at the
+// phase's first row, tensors with a row per y row at token 0.
+class PhaseTensors {
+ public:
+  PhaseTensors(const Problem& p, const Phase& phase) : p_(p), phase_(phase) {}
+
+  View x(const View& v) const { return part(v, x_group(), phase_.first_token, element_bytes(p_)); }
+  View y(const View& v) const { return part(v, y_group(), 0, element_bytes(p_)); }
+  View output(const View& v) const { return part(v, x_group(), phase_.first_token, output_bytes(p_)); }
+
+  RowMask x_mask(const RowMask& m) const { return part(m, phase_.first_token); }
+  RowMask y_mask(const RowMask& m) const { return part(m, 0); }
+
+  template <class PerRow>  // RowScale, RowOutput
+  PerRow x_rows(const PerRow& s) const { return part(s, x_group(), phase_.first_token); }
+  RowScale y_rows(const RowScale& s) const { return part(s, y_group(), 0); }
+  RowScale state_rows(const RowScale& s) const { return part(s, 1, 0); }  // one for all y heads of a state
+
+  AttendedRows attended(AttendedRows rows) const {
+    const int64_t first_head = int64_t{phase_.first_state} * y_group();
+    if (rows.data != nullptr) rows.data += first_head * rows.head;
+    if (rows.whole != nullptr) rows.whole += first_head * rows.groups;
+    return rows;
   }
-  return decay;
-}
 
-inline constexpr StateFactors kAsTheyAre{1.f, 1.f, 1.f, 1.f};
+  RowCounts counts(RowCounts c) const {
+    if (c.data != nullptr) c.data += phase_.first_batch * c.batch;
+    return c;
+  }
 
-// Where the snapshots of a walk come from: its rows; or an earlier call kept them, and the carried state is added to them, or is of zeros.
-enum class Snapshots { kSummed, kAddedTo, kReady };
+  KeyBounds bounds(KeyBounds b) const {
+    const Stride& s = b.stride;
+    if (b.data != nullptr) b.data += phase_.first_batch * s.batch + phase_.first_head * s.head + phase_.first_token * s.token;
+    return b;
+  }
+
+  float* z(float* z, int64_t head) const {
+    return z == nullptr ? nullptr : z + int64_t{phase_.first_state} * x_group() * head + phase_.first_token;
+  }
+
+  CarriedState carried(CarriedState state) const {
+    if (state.kv_state == nullptr) return state;
+    const int64_t first_row = int64_t{phase_.first_state} * decode_rows(state.d, phase_.problem.order);
+    state.kv_state += first_row * state.dv, state.k_sum += first_row;
+    if (state.new_kv_state != nullptr) state.new_kv_state += first_row * state.dv, state.new_k_sum += first_row;
+    return state;
+  }
+
+  StateBuffers saved(StateBuffers buffers, const StateSizes& sizes) const {
+    const int64_t first_slot = phase_.problem.slot(phase_.first_state, 0);
+    buffers.snapshots += first_slot * sizes.snapshot_bytes, buffers.sums += first_slot * sizes.sum_floats;
+    return buffers;
+  }
+
+  Decay decay(Decay d) const {
+    if (!d) return d;
+    d.sums += int64_t{phase_.first_state} * d.tokens;
+    d.carries += int64_t{phase_.first_state} * d.chunks;
+    if (d.tiles != nullptr) d.tiles += int64_t{phase_.first_state} * d.tile_count;
+    d.first_chunk = phase_.first_row / phase_.problem.chunk;
+    return d;
+  }
+
+ private:
+  int x_group() const { return phase_.problem.x_group; }
+  int y_group() const { return phase_.problem.y_group; }
+
+  // heads: of the tensor, per state
+  View part(View v, int heads, int token, int bytes) const {
+    const int64_t offset = phase_.first_batch * v.batch + int64_t{phase_.first_head} * heads * v.head + token * v.token;
+    if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + offset * bytes;
+    return v;
+  }
+  RowMask part(RowMask m, int token) const {
+    if (m.data != nullptr) m.data += phase_.first_batch * m.batch + static_cast<int64_t>(token) * m.token;
+    return m;
+  }
+  template <class PerRow>
+  PerRow part(PerRow s, int heads, int token) const {
+    if (s.data != nullptr) s.data += int64_t{phase_.first_state} * heads * s.head + static_cast<int64_t>(token) * s.token;
+    return s;
+  }
+
+  const Problem& p_;
+  const Phase& phase_;
+};
+
+inline constexpr StateFactors kUnscaled{1.f, 1.f, 1.f, 1.f};
+
+// Where the snapshots of a call come from.
+enum class Snapshots {
+  kComputed,        // from the rows of y
+  kSavedPlusState,  // saved by an earlier call; the carried state is added to them
+  kSaved,           // saved by an earlier call; the carried state is of zeros
+};
+
+// A carried state at the beginning and at the end of a state pass.
+struct Carry {
+  CarriedState state{};
+  StateFactors load_factors = kUnscaled, store_factors = kUnscaled;
+  bool is_stored = false;  // whether the new state is wanted
+};
 
 // A call's passes over the states of one plan, in the workspace.
 struct Passes {
@@ -119,28 +169,29 @@ struct Passes {
   const StateBuffers& buffers;
   Decay decay;
   cudaStream_t stream;
-  CarriedState carried{};  // new_values may be null: what comes out is not wanted
-  StateFactors loads = kAsTheyAre, stores = kAsTheyAre;
-  void* kept = nullptr;  // where the plan keeps snapshots
-  Snapshots origin = Snapshots::kSummed;
+  Carry carry{};
+  void* saved = nullptr;  // the snapshots of a plan that saves them
+  Snapshots origin = Snapshots::kComputed;
   UncountedRows uncounted{};
 
-  // Runs the phases: the states, then whoever reads them.
+  // Runs the phases: the state pass of each, then the passes that read its states, launched by consume(phase).
   template <class Consume>
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
-      const bool are_ready = origin == Snapshots::kReady;
-      if (phase.loads && !are_ready) kernels.load(p, carry(phase, loads), stream);
-      if (origin == Snapshots::kAddedTo) add(phase, a);
-      else if (!are_ready) sum(phase, a, snapshots_of(phase));
+      if (phase.loads && origin != Snapshots::kSaved) kernels.load(p, carried_args(phase, carry.load_factors), stream);
+      switch (origin) {
+        case Snapshots::kComputed: sum(phase, a, snapshots_of(phase)); break;
+        case Snapshots::kSavedPlusState: add_carried_state(phase, a); break;
+        case Snapshots::kSaved: break;
+      }
       if (phase.problem.nx > 0) consume(phase);
-      if (phase.stores && carried.new_values != nullptr) kernels.store(p, carry(phase, stores), stream);
+      if (phase.stores && carry.is_stored) kernels.store(p, carried_args(phase, carry.store_factors), stream);
     }
   }
 
-  void read(const Phase& phase, const ReadArgs& a) const { kernels.read(p, of_phase_read(phase, a), stream); }
-  void grad(const Phase& phase, const GradArgs& a) const { kernels.grad(p, of_phase_grad(phase, a), stream); }
+  void read(const Phase& phase, const ReadArgs& a) const { kernels.read(p, read_args(phase, a), stream); }
+  void grad(const Phase& phase, const GradArgs& a) const { kernels.grad(p, grad_args(phase, a), stream); }
 
   // grad_v and grad_k.
   void grads(const Phase& phase, const ReadArgs& values, const GradArgs& keys) const {
@@ -148,68 +199,84 @@ struct Passes {
       read(phase, values);
       grad(phase, keys);
     } else {
-      kernels.grads(p, of_phase_read(phase, values), of_phase_grad(phase, keys), stream);
+      kernels.grads(p, read_args(phase, values), grad_args(phase, keys), stream);
     }
   }
 
  private:
-  ReadArgs of_phase_read(const Phase& phase, ReadArgs a) const {
-    const int heads = phase.problem.x_group;
-    enter(a, phase);
-    a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
-    if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
-    a.local_lse = of_phase(a.local_lse, phase, heads, phase.first_token);
-    a.k_start = of_phase(a.k_start, phase);
-    if (a.y_counts.data != nullptr) a.y_counts.data += phase.first_batch * a.y_counts.batch;
-    return a;
-  }
-
-  GradArgs of_phase_grad(const Phase& phase, GradArgs a) const {
-    const int heads = phase.problem.x_group;
-    enter(a, phase);
-    a.x2 = of_phase(a.x2, phase, heads, phase.first_token, element_bytes(p));
-    a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.y2 = of_phase(a.y2, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.x_scale = of_phase(a.x_scale, phase, heads, phase.first_token);
-    a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
-    a.pair_sums = of_phase(a.pair_sums, phase, heads, phase.first_token);
-    return a;
-  }
-
-  CarriedArgs carry(const Phase& phase, const StateFactors& factors) const {
-    UncountedRows rows = uncounted;
-    if (rows.counts.data != nullptr) rows.counts.data += phase.first_batch * rows.counts.batch;
-    return {of_phase(carried, phase), phase.problem.states(), phase.problem.state_heads, buffers.accumulators, factors, rows};
-  }
-
-  // Where the snapshots of a phase lie; the rest of it is the workspace's.
-  StateBuffers snapshots_of(const Phase& phase) const {
-    return plan.keeps ? of_phase(kept_buffers(kept, plan), plan.sizes, phase) : buffers;
-  }
-
-  void sum(const Phase& phase, StateArgs a, const StateBuffers& to) const {
+  // The arguments of a whole plan -> those of a phase.
+  StateArgs state_args(const Phase& phase, StateArgs a, const StateBuffers& to) const {
+    const PhaseTensors part(p, phase);
     static_cast<LinearProblem&>(a) = phase.problem;
-    a.decay = of_phase(decay, phase);
-    a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.zeroed_y = of_phase(a.zeroed_y, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.zeroed_w = of_phase(a.zeroed_w, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.mask = of_phase(a.mask, phase, 0);
-    a.kept = of_phase(a.kept, phase);
-    a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
-    a.y_factors = of_phase(a.y_factors, phase, 1, 0);
+    a.decay = part.decay(decay);
+    a.y = part.y(a.y), a.w = part.y(a.w);
+    a.zeroed_y = part.y(a.zeroed_y), a.zeroed_w = part.y(a.zeroed_w);
+    a.mask = part.y_mask(a.mask);
+    a.attended = part.attended(a.attended);
+    a.y_scale = part.y_rows(a.y_scale);
+    a.y_factors = part.state_rows(a.y_factors);
     a.snapshots = to.snapshots, a.sums = to.sums, a.parts_sum = buffers.parts;
     a.accumulators = buffers.accumulators;
     a.begin = phase.begin;
     a.hands_on = plan.hands_on();
     plan.fill_segments(phase, a);
-    kernels.sum(p, a, stream);
+    return a;
   }
 
-  // The carried state, which was loaded, to all snapshots of a phase: a walk over no rows makes one of it, in the workspace.
-  void add(const Phase& phase, const StateArgs& rows) const {
+  ReadArgs read_args(const Phase& phase, ReadArgs a) const {
+    const PhaseTensors part(p, phase);
+    fill_reader(a, phase);
+    a.y = part.y(a.y), a.w = part.y(a.w);
+    a.noise = part.output(a.noise);
+    a.z = part.z(a.z, a.z_head);
+    a.local_lse = part.x_rows(a.local_lse);
+    a.k_start = part.bounds(a.k_start);
+    a.y_counts = part.counts(a.y_counts);
+    return a;
+  }
+
+  GradArgs grad_args(const Phase& phase, GradArgs a) const {
+    const PhaseTensors part(p, phase);
+    fill_reader(a, phase);
+    a.x2 = part.x(a.x2);
+    a.y = part.y(a.y), a.y2 = part.y(a.y2);
+    a.x_scale = part.x_rows(a.x_scale), a.y_scale = part.y_rows(a.y_scale);
+    a.pair_sums = part.x_rows(a.pair_sums);
+    return a;
+  }
+
+  // The arguments that ReadArgs and GradArgs share.
+  template <class Args>
+  void fill_reader(Args& a, const Phase& phase) const {
+    const PhaseTensors part(p, phase);
+    static_cast<LinearProblem&>(a) = phase.problem;
+    a.decay = part.decay(decay);
+    a.x = part.x(a.x);
+    a.out = part.output(a.out);
+    a.x_mask = part.x_mask(a.x_mask), a.y_mask = part.y_mask(a.y_mask);
+    const StateBuffers from = snapshots_of(phase);
+    a.snapshots = from.snapshots, a.sums = from.sums;
+    a.added = adds_while_reading() ? buffers.snapshots : nullptr;
+  }
+
+  CarriedArgs carried_args(const Phase& phase, const StateFactors& factors) const {
+    const PhaseTensors part(p, phase);
+    const UncountedRows rows{uncounted.rows, part.counts(uncounted.counts)};
+    return {part.carried(carry.state), phase.problem.states(), phase.problem.state_heads, buffers.accumulators, factors, rows};
+  }
+
+  // The snapshots of a phase: saved ones, or the workspace's, which hold one phase at a time.
+  StateBuffers snapshots_of(const Phase& phase) const {
+    return plan.saves_states ? PhaseTensors(p, phase).saved(saved_buffers(saved, plan), plan.sizes) : buffers;
+  }
+
+  void sum(const Phase& phase, const StateArgs& a, const StateBuffers& to) const {
+    kernels.sum(p, state_args(phase, a, to), stream);
+  }
+
+  // Adds the carried state, which is loaded, to all saved snapshots of a phase. A state pass over no rows makes a snapshot of it in the
+  // workspace.
+  void add_carried_state(const Phase& phase, const StateArgs& rows) const {
     Phase before = phase;
     before.problem.nx = 0, before.problem.chunks = 1;
     Passes without_decay = *this;
@@ -219,150 +286,139 @@ struct Passes {
     const StateBuffers to = snapshots_of(phase);
     AddArgs a{};
     static_cast<LinearProblem&>(a) = phase.problem;
-    a.decay = of_phase(decay, phase);
+    a.decay = PhaseTensors(p, phase).decay(decay);
     a.state = adds_while_reading() ? nullptr : buffers.snapshots, a.state_sums = buffers.sums;
     a.snapshots = to.snapshots, a.sums = to.sums;
     a.snapshot_bytes = plan.sizes.snapshot_bytes, a.sum_floats = plan.sizes.sum_floats;
     kernels.add(p, a, stream);
   }
 
-  // What fades is not the same for all chunks.
+  // With decays the state decays differently for each chunk, so readers cannot add one snapshot to all.
   bool adds_while_reading() const {
-    return origin == Snapshots::kAddedTo && !decay && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
-  }
-
-  // What reads and gradients share.
-  template <class Args>
-  void enter(Args& a, const Phase& phase) const {
-    static_cast<LinearProblem&>(a) = phase.problem;
-    a.decay = of_phase(decay, phase);
-    a.x = of_phase(a.x, phase, phase.problem.x_group, phase.first_token, element_bytes(p));
-    a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_token, output_bytes(p));
-    a.x_mask = of_phase(a.x_mask, phase, phase.first_token);
-    a.y_mask = of_phase(a.y_mask, phase, 0);
-    const StateBuffers from = snapshots_of(phase);
-    a.snapshots = from.snapshots, a.sums = from.sums;
-    a.added = adds_while_reading() ? buffers.snapshots : nullptr;
+    return origin == Snapshots::kSavedPlusState && !decay && kernels.adds_while_reading != nullptr &&
+           kernels.adds_while_reading(p, plan.whole.time);
   }
 };
 
-// Rows that fade, as states and the rows of their own chunk take them, and what says how. Serves one walk after the other.
+// Decayed copies of the rows that state passes read, and the decays that all passes read. The buffers serve one plan after the other.
 struct DecayedRows {
+  bool by_tiles;  // kernels apply decays themselves (DecayTilesArgs); else they read decayed copies of the rows (DecayArgs)
   char *w = nullptr, *y = nullptr;
   float *e = nullptr, *factors = nullptr, *carries = nullptr;
-  uint8_t *kept = nullptr, *whole = nullptr;
-  DecayTile* tiles = nullptr;  // null: rows are copied as they fade
+  uint8_t *attended = nullptr, *whole = nullptr;
+  DecayTile* tiles = nullptr;
   char* sums = nullptr;
 
-  DecayedRows(const AttentionParams& p, bool takes_zeros, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
+  DecayedRows(const AttentionParams& p, bool by_tiles, std::initializer_list<const LinearProblem*> problems, Workspace& workspace)
+      : by_tiles(by_tiles) {
     if (!has_decay(p)) return;
-    int64_t rows = 0, groups = 0, chunks = 0, state_groups = 0;  // of the walk with the most
-    for (const LinearProblem* walk : walks) {
-      const int64_t heads = int64_t{walk->states()} * walk->y_group;
-      rows = std::max(rows, heads * walk->ny), groups = std::max(groups, heads * walk->groups());
-      chunks = std::max(chunks, int64_t{walk->states()} * walk->chunks);
-      state_groups = std::max(state_groups, int64_t{walk->states()} * walk->groups_of_all());
+    int64_t rows = 0, groups = 0, chunks = 0, state_groups = 0;  // of the problem with the most
+    for (const LinearProblem* problem : problems) {
+      const int64_t heads = int64_t{problem->states()} * problem->y_group;
+      rows = std::max(rows, heads * problem->ny), groups = std::max(groups, heads * problem->groups());
+      chunks = std::max(chunks, int64_t{problem->states()} * problem->chunks);
+      state_groups = std::max(state_groups, int64_t{problem->states()} * problem->groups_of_all());
     }
     w = workspace.take<char>(rows * p.dv * element_bytes(p));
     e = workspace.take<float>(groups * kBoundary), carries = workspace.take<float>(chunks);
     whole = workspace.take<uint8_t>(groups);
     sums = workspace.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
-    if (takes_zeros) {
+    if (by_tiles) {
       y = workspace.take<char>(rows * p.d * element_bytes(p));
       factors = workspace.take<float>(state_groups * kBoundary);
       tiles = workspace.take<DecayTile>(state_groups * kBoundary / kDecayTile);
     } else {
-      kept = workspace.take<uint8_t>(rows);
+      attended = workspace.take<uint8_t>(rows);
     }
   }
 
-  // How a walk fades; nothing where the call has nothing that does. With `sums_rows`, rows of a state are from here on as they fade.
+  // Returns the decays of a plan's passes; an empty Decay for a call without decays. With `sums_rows`, the rows of `a` become decayed
+  // ones.
   Decay fill(const AttentionParams& p, const StatePlan& plan, bool sums_rows, StateArgs& a, cudaStream_t stream) const {
     if (!has_decay(p)) return {};
     sums_rows = sums_rows && plan.needs_states();
     Decay decay{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
     decay.bounds_alone = p.log_decay == nullptr;
-    if (tiles != nullptr) fill_tiles(plan.whole, sums_rows, decay, a, stream);
+    if (by_tiles) fill_tiles(plan.whole, sums_rows, decay, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
     return decay;
   }
 
  private:
-  void fill_tiles(const LinearProblem& walk, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
-    const int heads = walk.state_heads * walk.y_group;
-    decay.tiles = tiles, decay.tile_count = walk.groups_of_all() * (kBoundary / kDecayTile);
+  void fill_tiles(const LinearProblem& problem, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
+    const int heads = problem.state_heads * problem.y_group;
+    decay.tiles = tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
     DecayTilesArgs args{};
-    static_cast<LinearProblem&>(args) = walk;
+    static_cast<LinearProblem&>(args) = problem;
     args.decay = decay;
     args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
     args.tiles = tiles;
     if (sums_rows) {
-      args.factors = factors + walk.first_token_at(), args.e_head = int64_t{walk.groups()} * kBoundary;
-      args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + walk.first_token_at();
+      args.factors = factors + problem.first_token_at(), args.e_head = int64_t{problem.groups()} * kBoundary;
+      args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + problem.first_token_at();
       args.zeroed_y = y, args.zeroed_w = w, args.whole = whole, args.carries = carries;
     }
     linear_decay_tiles(args, stream);
     if (!sums_rows) return;
-    a.zeroed_y = contiguous(y, heads, walk.ny, walk.d), a.zeroed_w = contiguous(w, heads, walk.ny, walk.dv);
+    a.zeroed_y = contiguous(y, heads, problem.ny, problem.d), a.zeroed_w = contiguous(w, heads, problem.ny, problem.dv);
     a.y_scale = {args.decayed_e, args.e_head, 1}, a.y_factors = {args.factors, args.e_head, 1};
-    a.kept = {nullptr, 0, 0, whole, walk.groups()};
+    a.attended = {nullptr, 0, 0, whole, problem.groups()};
   }
 
-  void copy_rows(const Problem& p, const LinearProblem& walk, const Decay& decay, StateArgs& a, cudaStream_t stream) const {
+  void copy_rows(const Problem& p, const LinearProblem& problem, const Decay& decay, StateArgs& a, cudaStream_t stream) const {
     DecayArgs args{};
-    static_cast<LinearProblem&>(args) = walk;
+    static_cast<LinearProblem&>(args) = problem;
     args.decay = decay;
     args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
-    args.decayed_w = w, args.kept = kept, args.whole = whole, args.carries = carries;
-    args.decayed_e = e + walk.first_token_at(), args.e_head = int64_t{walk.groups()} * kBoundary;
+    args.decayed_w = w, args.attended = attended, args.whole = whole, args.carries = carries;
+    args.decayed_e = e + problem.first_token_at(), args.e_head = int64_t{problem.groups()} * kBoundary;
     linear_decay(p, args, stream);
-    a.w = contiguous(w, walk.state_heads * walk.y_group, walk.ny, walk.dv);
+    a.w = contiguous(w, problem.state_heads * problem.y_group, problem.ny, problem.dv);
     a.y_scale = {args.decayed_e, args.e_head, 1};
-    a.kept = {kept, walk.ny, 1, whole, walk.groups()};
+    a.attended = {attended, problem.ny, 1, whole, problem.groups()};
   }
 };
 
-template <class Params>
-bool continues(const Params& p) {
-  return p.state.values != nullptr;
-}
-
+// The rows at which running sums of decays start anew.
 template <class Params>
 Resets resets(const Params& p) {
-  return continues(p) ? Resets::kAtFirstKeysAndFirstToken : Resets::kAtFirstKeys;
+  return p.has_state() ? Resets::kAtFirstKeysAndFirstToken : Resets::kAtFirstKeys;
 }
 
-bool wants_state_alone(const FwdParams& p) { return p.o == nullptr; }
-bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr && p.grad_k == nullptr; }
-
-// Where the snapshots of a walk that keeps them come from.
 template <class Params>
-Snapshots origin(const Params& p) {
-  if (p.kept == nullptr || wants_state_alone(p)) return Snapshots::kSummed;
-  return p.from_nothing ? Snapshots::kReady : Snapshots::kAddedTo;
+Snapshots snapshots_origin(const Params& p) {
+  if (!p.reads_saved()) return Snapshots::kComputed;
+  return p.from_zero_state ? Snapshots::kSaved : Snapshots::kSavedPlusState;
 }
 
-// Queries looking at keys, and keys looking at queries, back in time. keeps: as the plan of the walk.
-LinearProblem forward_in_time(const FwdParams& p, StateSizes sizes, bool keeps) {
-  const bool is_read = keeps || !wants_state_alone(p);
-  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, !is_read)
-                      : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
-}
-LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, p.grad_q == nullptr)
-                      : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
-}
-LinearProblem back_in_time(const BwdParams& p, StateSizes sizes, bool keeps) {
-  const bool is_read = keeps || p.grad_k != nullptr;
-  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
-  return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, !is_read)
-                      : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
+// saves_states: as the plan has it, which may cut saved states into chunks of another length.
+StateSizes with_saved_chunk(StateSizes sizes, bool saves_states) {
+  if (saves_states && sizes.saved_chunk > 0) sizes.chunk = sizes.saved_chunk;
+  return sizes;
 }
 
-// The gradient of a state in sums over queries: f's coefficient times features of q times (g, e). The accumulators have these sums
-// without the coefficients, so what comes in is divided by them; a coefficient of 0, or next to it, is taken as the square of a
-// rounding of the largest one: that is nothing beside what f gives, and dividing by it stays in range.
+// Queries that see keys.
+LinearProblem query_problem(const FwdParams& p, const StateSizes& sizes, bool saves_states) {
+  const StateSizes s = with_saved_chunk(sizes, saves_states);
+  if (!p.has_state()) return make_problem(p, s, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+  const bool state_alone = !saves_states && !p.wants_outputs();
+  return make_problem_after_state(p, s, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, state_alone);
+}
+LinearProblem query_problem(const BwdParams& p, const StateSizes& sizes) {
+  if (!p.has_state()) return make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+  return make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, !p.wants_grad_q());
+}
+// Keys that see queries, over reversed rows.
+LinearProblem key_problem(const BwdParams& p, const StateSizes& sizes, bool saves_states) {
+  const StateSizes s = with_saved_chunk(sizes, saves_states);
+  if (!p.has_state()) return make_problem(p, s, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
+  const bool state_alone = !saves_states && !p.wants_grad_kv();
+  return make_problem_after_state(p, s, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, state_alone);
+}
+
+// The gradient of a state is a sum over queries: a coefficient of f times features of q times (g, e). The accumulators hold these sums
+// without the coefficients, so a gradient is divided by them where it is loaded. Coefficients near 0 are replaced by a rounding error
+// squared of the largest one: its effect is below rounding, and the division stays in range.
 struct Divisors : Problem {
   explicit Divisors(const Problem& p) : Problem(p) {
     const float largest = std::max({std::fabs(a0), std::fabs(a1), order == 2 ? std::fabs(a2) : 0.f});
@@ -392,7 +448,7 @@ struct FwdPlan {
 
  private:
   FwdPlan(const FwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
-      : states(forward_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
+      : states(query_problem(p, sizes, p.uses_saved()), sizes, p.sm_count, p.has_state(), p.uses_saved()),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
         decayed(p, takes_zeros, {&states.whole}, w) {
@@ -402,12 +458,12 @@ struct FwdPlan {
 };
 
 struct BwdPlan {
-  StatePlan prefixes;  // grad_q: queries looking at keys
-  StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, back in time
+  StatePlan prefixes;  // grad_q: queries that see keys
+  StatePlan suffixes;  // grad_k, grad_v: keys that see queries, over reversed rows
   PreparedInputs inputs;
   ZeroedInputs zeroed;
   DecayedRows decayed;
-  char* pairs = nullptr;  // and what their sum over tokens takes
+  char* pairs = nullptr;  // PairSums
   char* decay_gradient = nullptr;
   StateBuffers buffers;
   size_t bytes;
@@ -416,11 +472,11 @@ struct BwdPlan {
 
  private:
   BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
-      : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
-        // Beside grad_k and grad_v alone the caller has the other gradients: there the workspace is the last to come.
-        suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr,
-                 /*saves=*/p.grad_q == nullptr && p.grad_k != nullptr),
-        inputs(p, w, continues(p) ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
+      : prefixes(query_problem(p, sizes), sizes, p.sm_count, p.has_state()),
+        // A caller that asks for grad_k and grad_v alone already holds the other gradients: the workspace is on top of them.
+        suffixes(key_problem(p, sizes, p.uses_saved()), sizes, p.sm_count, p.has_state(), p.uses_saved(),
+                 /*low_memory=*/p.wants_grad_kv() && !p.wants_grad_q()),
+        inputs(p, w, p.has_state() ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
         zeroed(p, takes_zeros, w),
         decayed(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
@@ -443,20 +499,20 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
 
 namespace {
 
-// Of a walk between two states.
-size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
+// Bytes of the saved states of a call between two states; 0 where they are too many to save.
+size_t saved_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& problem) {
   if (p.order != 2) return 0;
-  const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
-  return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
+  const StatePlan plan(problem, kernels.sizes(p), p.sm_count, /*carries=*/true, /*saves_states=*/true);
+  return plan.saved_bytes() <= kSavedBytes ? static_cast<size_t>(plan.saved_bytes()) : 0;
 }
 
 }  // namespace
 
-size_t linear2_fwd_kept_bytes(const FwdParams& p, const StatePasses& kernels) {
-  return kept_bytes(p, kernels, forward_in_time(p, kernels.sizes(p), /*keeps=*/true));
+size_t linear2_fwd_saved_bytes(const FwdParams& p, const StatePasses& kernels) {
+  return saved_bytes(p, kernels, query_problem(p, kernels.sizes(p), /*saves_states=*/true));
 }
-size_t linear2_bwd_kept_bytes(const BwdParams& p, const StatePasses& kernels) {
-  return kept_bytes(p, kernels, back_in_time(p, kernels.sizes(p), /*keeps=*/true));
+size_t linear2_bwd_saved_bytes(const BwdParams& p, const StatePasses& kernels) {
+  return saved_bytes(p, kernels, key_problem(p, kernels.sizes(p), /*saves_states=*/true));
 }
 
 void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
@@ -471,7 +527,8 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Decay decay = plan.decayed.fill(p, plan.states, origin(p) == Snapshots::kSummed, state, stream);
+  const Snapshots origin = snapshots_origin(p);
+  const Decay decay = plan.decayed.fill(p, plan.states, origin == Snapshots::kComputed, state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -486,12 +543,13 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 
-  // Kernels that are given counts of rows count those that fade alone.
-  const UncountedRows uncounted = kernels.takes_zeros && !decay ? UncountedRows{p.m, plan.zeroed.row_counts(p)} : UncountedRows{};
-  const Passes passes{p,       kernels,    plan.states, plan.buffers, decay,      stream,
-                      p.state, kAsTheyAre, kAsTheyAre,  p.kept,       origin(p),   uncounted};
+  Passes passes{p, kernels, plan.states, plan.buffers, decay, stream};
+  passes.carry.state = p.state, passes.carry.is_stored = p.wants_new_state();
+  passes.saved = p.saved, passes.origin = origin;
+  // Kernels that take zeros for masked rows count rows only where they decay.
+  if (kernels.takes_zeros && !decay) passes.uncounted = {p.m, plan.zeroed.row_counts(p)};
   passes.run(state, [&](const Phase& phase) {
-    if (!wants_state_alone(p)) passes.read(phase, read);
+    if (p.wants_outputs()) passes.read(phase, read);
   });
 }
 
@@ -510,7 +568,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Decay prefix_decay = p.grad_q == nullptr ? Decay{} : plan.decayed.fill(p, plan.prefixes, true, prefix, stream);
+  const Decay prefix_decay = p.wants_grad_q() ? plan.decayed.fill(p, plan.prefixes, true, prefix, stream) : Decay{};
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -524,20 +582,21 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_q.pair_sums = {pairs.by_query, p.n, 1};
 
   const CarriedGradients& c = p.state;
-  const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
-  Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_decay, stream, before};
-  if (p.grad_q != nullptr) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
-  if (p.grad_q != nullptr && p.grad_k == nullptr) return;
+  Passes prefix_passes{p, kernels, plan.prefixes, plan.buffers, prefix_decay, stream};
+  prefix_passes.carry.state = {c.kv_state, c.k_sum, nullptr, nullptr, c.d, c.dv};
+  if (p.wants_grad_q()) prefix_passes.run(prefix, [&](const Phase& phase) { prefix_passes.grad(phase, grad_q); });
+  if (p.mode == BwdMode::kQueries) return;
 
-  // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time. It begins with the gradient of the state that the
-  // call ended in, and ends with that of the state that it continued from.
+  // grad_k and grad_v: suffix states of (q, g), as prefix states over reversed rows. They begin with the gradient of the state that the
+  // call ended in, and end with the gradient of the state that it continued from.
   const Divisors divisors(p);
-  if (continues(p)) f = Coefficients(divisors);
+  if (p.has_state()) f = Coefficients(divisors);
   StateArgs suffix{};
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Decay suffix_decay = plan.decayed.fill(p, plan.suffixes, origin(p) == Snapshots::kSummed, suffix, stream);
+  const Snapshots origin = snapshots_origin(p);
+  const Decay suffix_decay = plan.decayed.fill(p, plan.suffixes, origin == Snapshots::kComputed, suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
@@ -558,11 +617,12 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.c0 = f.c0;
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
 
-  const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
-  const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,       suffix_decay, stream,
-                             behind, divisors.inverses(), divisors.factors(), p.kept, origin(p)};
-  over_suffixes.run(suffix, [&](const Phase& phase) {
-    if (p.grad_k != nullptr) over_suffixes.grads(phase, grad_v, grad_k);
+  Passes suffix_passes{p, kernels, plan.suffixes, plan.buffers, suffix_decay, stream};
+  suffix_passes.carry = {{c.grad_new_kv_state, c.grad_new_k_sum, c.grad_kv_state, c.grad_k_sum, c.d, c.dv},
+                         divisors.inverses(), divisors.factors(), p.wants_grad_state()};
+  suffix_passes.saved = p.saved, suffix_passes.origin = origin;
+  suffix_passes.run(suffix, [&](const Phase& phase) {
+    if (p.wants_grad_kv()) suffix_passes.grads(phase, grad_v, grad_k);
   });
   if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
@@ -588,7 +648,7 @@ constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },
-    // At head dim 128 the gradients of a walk back in time have no shared memory left (linear/tile_config.h).
+    // At head dim 128 the gradient kernel of grad_k has no shared memory left (linear/tile_config.h).
     [](const Problem& p, Time time) {
       return p.math == MathMode::kBF16 && shared_limit(p.sm_arch) >= kAddingSharedBytes &&
              (p.head_dim == 64 || (p.head_dim == 128 && time == Time::kForward));

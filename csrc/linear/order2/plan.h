@@ -2,8 +2,8 @@
 // tensors: tests compile it alone.
 //
 //              chunks of x rows ->
-//   states   +-----------+-----------+      A phase sums the states of a rectangle, then every pass that reads them runs.
-//   (batch,  |  phase 0  |  phase 1  |      Phases of one row hand their accumulators on, in fp32: same bits as in one phase.
+//   states   +-----------+-----------+      A phase computes the states of a rectangle, then runs the passes that read them.
+//   (batch,  |  phase 0  |  phase 1  |      Phases of one row continue from fp32 accumulators: same bits as in one phase.
 //    head)   +-----------+-----------+      Rows of the table are independent. A row is whole batch entries, or some heads of
 //            |  phase 2  |  phase 3  |      one, so that strides stay what they are.
 //            +-----------+-----------+
@@ -17,17 +17,17 @@
 
 namespace fastmax {
 
-// Snapshots at a time (order 1: and the sums of parts), and accumulators that are handed on. What is cut into segments takes no more
-// of those: 3 blocks a multiprocessor and one of every state.
+// The most bytes of snapshots of a phase (order 1: and of partial sums), and of accumulators that phases continue from. Segments need no
+// more accumulators than that: 3 blocks a multiprocessor and one for every state.
 inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
-// The same where it counts among the tensors that are alive, and there are many phases either way: so many snapshots of whole sequences.
+// The same for calls with low_memory and more snapshots than kSavedBytes, which have many phases in any case.
 inline constexpr int64_t kSmallPhaseBytes = kPhaseBytes / 3;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
-// Snapshots of all chunks that are kept from one call to the next. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
+// The most bytes of snapshots that are saved for a later call. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
 // Hopper.
-inline constexpr int64_t kKeptBytes = int64_t{4608} << 20;
+inline constexpr int64_t kSavedBytes = int64_t{4608} << 20;
 
-// x rows looking at y rows. x_heads and y_heads are per batch entry.
+// Returns the problem of x rows that see y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
                                   int boundary_offset, Time time) {
   LinearProblem r{};
@@ -51,9 +51,9 @@ inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int
   return r;
 }
 
-// The same for n tokens that continue from a state. Where they end in one too, one more chunk begins behind the last token, so that
-// the walk takes all rows of y; chunks are of about equal length, so that it takes few beyond them.
-// With `state_alone`, nobody reads states on the way: all tokens are one chunk (order 1: which would be summed by one block).
+// The same for n tokens that continue from a state. Where they end in one too, one more chunk begins behind the last token, so that the
+// state pass adds all rows of y; chunks have about equal lengths, so that it visits few rows beyond them.
+// With `state_alone`, no pass reads intermediate states: all tokens are one chunk (not for order 1, where one block would sum it).
 inline LinearProblem make_problem_after_state(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, Time time,
                                               bool ends_in_state, bool state_alone = false) {
   LinearProblem r = make_problem(p, sizes, x_heads, y_heads, p.n, p.n, 0, time);
@@ -72,8 +72,8 @@ struct Phase {
   int first_state;              // (batch, head) flattened, in the whole problem
   int first_row;
   int first_token;              // of its rows, in memory
-  int begin;                    // where its state walk starts
-  bool loads, stores;           // the carried state: before the first walk over its states, and after the last
+  int begin;                    // the first virtual row of its state pass
+  bool loads, stores;           // the carried state: before the first phase of its states, and after the last
 
   int walk_rows() const { return problem.end() - begin; }
 };
@@ -83,13 +83,14 @@ struct StatePlan {
   StateSizes sizes;
   int batches, heads;  // of the states of a phase, at most
   int chunks;          // likewise
-  int segments;        // that a walk is cut into, at most
-  bool carries;        // a state, from before the first row on: accumulators go in, and come out where the last chunk ends
-  bool keeps;          // snapshots, of all chunks; of order 2, where it carries: phases are whole sequences
-  bool saves;          // memory, where snapshots of all chunks are more than may be kept; where it carries
+  int segments;        // of a state pass, at most
+  bool carries;        // a state: it is loaded before the first row, and stored behind the last chunk
+  bool saves_states;   // snapshots of all chunks outlive the call; order 2, where it carries: phases are whole sequences
+  bool low_memory;     // smaller phases where the snapshots of all chunks are too many to save; where it carries
 
-  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool keeps = false, bool saves = false)
-      : whole(r), sizes(sizes), carries(carries), keeps(keeps), saves(saves) {
+  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool saves_states = false,
+            bool low_memory = false)
+      : whole(r), sizes(sizes), carries(carries), saves_states(saves_states), low_memory(low_memory) {
     const int64_t states = cut(sm_count);
     batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
     heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
@@ -120,19 +121,19 @@ struct StatePlan {
     return phase;
   }
 
-  // Of a walk's segments: rows of each, and how many there are.
+  // Sets the number of segments of a phase's state pass, and their rows.
   void fill_segments(const Phase& phase, StateArgs& a) const {
     const int rows = phase.walk_rows(), filled = segments_with_rows(segments);
     a.segment_rows = std::max(kBoundary, round_up((rows + filled - 1) / filled, kBoundary));
     a.segments = std::max(1, (rows + a.segment_rows - 1) / a.segment_rows + segments - filled);
   }
 
-  // Sizes of the largest phase, the first; nothing where nothing is before the only chunk. What is kept lies elsewhere: the slots are
-  // then those of what is added to it.
+  // Sizes in the workspace for the largest phase, which is the first; 0 where no rows are before the only chunk. Saved snapshots are not in
+  // the workspace, which then has one slot per state for the carried state.
   bool needs_states() const { return whole.end() > 0; }
-  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * (keeps ? 1 : chunks) : 0; }
-  int64_t kept_slots() const { return keeps ? int64_t{whole.states()} * whole.chunks : 0; }
-  int64_t kept_bytes() const { return kept_slots() * (sizes.snapshot_bytes + 4 * sizes.sum_floats); }
+  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * (saves_states ? 1 : chunks) : 0; }
+  int64_t saved_slots() const { return saves_states ? int64_t{whole.states()} * whole.chunks : 0; }
+  int64_t saved_bytes() const { return saved_slots() * (sizes.snapshot_bytes + 4 * sizes.sum_floats); }
   int64_t parts() const { return needs_states() && whole.order == 1 ? int64_t{batches} * heads * whole.parts() : 0; }
   int64_t accumulators() const {
     if (!needs_states()) return 0;
@@ -155,16 +156,16 @@ struct StatePlan {
         whole.chunks * sizes.snapshot_bytes + (whole.order == 1 ? whole.parts() * sizes.part_floats * 4 : 0);
     if (!carries && (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes)) return whole.states();
 
-    // Pieces of sequences, if all states may hand on their accumulators. Else whole sequences, which hand on none but carried states,
-    // if those that fit fill the device. Else pieces, of as many states as may.
+    // Pieces of sequences, if the accumulators of all states fit. Else whole sequences, which need no accumulators without carried states,
+    // if those that fit fill the device. Else pieces, of as many states as have room for their accumulators.
     const int64_t fitting = kPhaseBytes / sequence_bytes;
     if (whole.order == 1) return std::max<int64_t>(1, fitting);
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
     if (!carries && handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
     const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
-    const bool is_long = whole.states() * sequence_bytes > kKeptBytes;
-    const int64_t phase_bytes = saves && is_long ? kSmallPhaseBytes : kPhaseBytes;
-    if (!keeps) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, phase_bytes / (states * sizes.snapshot_bytes)));
+    const bool is_long = whole.states() * sequence_bytes > kSavedBytes;
+    const int64_t phase_bytes = low_memory && is_long ? kSmallPhaseBytes : kPhaseBytes;
+    if (!saves_states) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, phase_bytes / (states * sizes.snapshot_bytes)));
     return states;
   }
 
@@ -174,14 +175,14 @@ struct StatePlan {
     return waves == 0 ? states : std::max<int64_t>(1, waves * sm_count / sizes.blocks);
   }
 
-  // Segments of a walk that have rows. With one snapshot, at its end, the totals of all are summed and one more, without rows, writes
-  // it; else the rows of all but the first and the last are added twice.
+  // How many segments have rows. With one snapshot, at the end, all segments are summed and one more, without rows, writes it; else the
+  // rows of all segments except the first and the last are added twice.
   int segments_with_rows(int segments) const { return segments > 1 && whole.chunks == 1 ? segments - 1 : segments; }
 
-  // How many segments a walk is cut into at most: the fewest rows for one multiprocessor, which holds one block at a time.
+  // The number of segments with the lowest cost: the fewest rows for one multiprocessor, which runs one block at a time.
   int segment_limit(int sm_count, int rows) const {
     if (whole.order == 1) return 1;
-    // In rows: the time of a launch, and of accumulators of a block on every multiprocessor, written and read twice.
+    // The cost of a launch, and of writing and reading the accumulators of one block per multiprocessor twice, in rows.
     constexpr int64_t kLaunchRows = 128, kAccumulatorRows = 768;
     const int64_t blocks = int64_t{whole.states()} * sizes.blocks;
     const auto waves = [&](int64_t segments) { return (segments * blocks + sm_count - 1) / sm_count; };

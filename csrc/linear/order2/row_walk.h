@@ -1,4 +1,4 @@
-// A block's way through the rows of y and w that it adds to a state, stage by stage into shared memory.
+// Loads of the rows of y and w that a block of the state kernel adds, stage by stage into shared memory.
 #pragma once
 
 #include <climits>
@@ -7,14 +7,14 @@
 
 namespace fastmax {
 
-// What a block adds up.
+// The rows that a block adds to a state.
 struct Work {
   int state;
   int begin, end;  // virtual y rows
 };
 
-// A segment of a state's walk; index: of all segments of all states, states side by side. What is left for the last segments may be
-// fewer rows, or none. Blocks of a launch take the segments from first_segment on.
+// A segment of a state pass; index: among all segments of all states, states side by side. The last segments may have fewer rows, or none.
+// Blocks of a launch take the segments from first_segment on.
 __device__ __forceinline__ Work locate_segment(const StateArgs& a, int index) {
   const int begin = min(a.begin + index / a.states() * a.segment_rows, a.end());
   return {index % a.states(), begin, min(begin + a.segment_rows, a.end())};
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t stage_after(uint32_t stage, uint32_t ring) {
   return stage == ring + (Tile::kStages - 1) * Tile::kStageBytes ? ring : stage + Tile::kStageBytes;
 }
 
-// A block's way through its rows of y and w: stages of kTokens rows, every y head of the group in turn.
+// The loader of a block's rows of y and w: stages of kTokens rows, every y head of the group in turn.
 template <class Tile, class Math, int kHeadDim>
 struct RowWalk {
   using Element = typename Math::Element;
@@ -82,7 +82,7 @@ struct RowWalk {
   int y_head;  // of the next stage, (batch, y head) flattened
   int row;     // its first
   int stages;  // left to load
-  bool whole;  // of its rows none is dropped; looked up a stage early
+  bool whole;  // none of its rows is dropped; looked up a stage early
   RowsLoader<Element, kHeadDim, Tile::kThreads> y;
   RowsLoader<Element, Tile::kValues, Tile::kThreads> w;
 
@@ -107,13 +107,13 @@ struct RowWalk {
   // Whether no row of the next stage is dropped or lies before the tensor's first. Where it does not hold, finish() copies.
   __device__ __forceinline__ bool plain() const { return row >= 0 && whole; }
   __device__ __forceinline__ void look_up() {
-    whole = a.kept.data == nullptr ? a.mask.data == nullptr
-                                   : stages > 0 && a.kept.whole[static_cast<int64_t>(y_head) * a.kept.groups + (row + a.pad) / kBoundary] != 0;
+    whole = a.attended.data == nullptr ? a.mask.data == nullptr
+                                   : stages > 0 && a.attended.whole[static_cast<int64_t>(y_head) * a.attended.groups + (row + a.pad) / kBoundary] != 0;
   }
   __device__ __forceinline__ const uint8_t* mask() const {
-    return a.kept.data != nullptr ? a.kept.data + y_head * a.kept.head : mask_pointer(a.mask, batch());
+    return a.attended.data != nullptr ? a.attended.data + y_head * a.attended.head : mask_pointer(a.mask, batch());
   }
-  __device__ __forceinline__ int mask_step() const { return a.kept.data != nullptr ? a.kept.token : a.mask.token; }
+  __device__ __forceinline__ int mask_step() const { return a.attended.data != nullptr ? a.attended.token : a.mask.token; }
 
   // Rows [16 part, 16 part + 16) of the next stage, parts in order, if it is plain.
   __device__ __forceinline__ void copy_y(int part, bool plain) {
@@ -123,7 +123,7 @@ struct RowWalk {
     w.copy(stage + Tile::kYBytes + part * TileLayout<Element, Tile::kValues>::bytes(16), a.w.token, plain);
   }
 
-  // Ends the stage: what the parts left out, and the rows' e.
+  // Ends the stage: loads what the parts did not, and the rows' e.
   __device__ __forceinline__ void finish() {
     const uint8_t* mask = this->mask();
     if (!plain()) {

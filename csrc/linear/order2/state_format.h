@@ -1,5 +1,5 @@
-// Snapshots of the portable kernels: their format, their sizes, and how the state kernel shares one among its blocks. Known to the
-// kernels and, through state_sizes(), to the plan; an architecture with another format has a file of its own.
+// Snapshots of the portable kernels: their format, their sizes, and how the blocks of the state kernel share a state. Only the kernels
+// use the format; the plan uses the sizes (state_sizes()). An architecture with another format has a file of its own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -77,10 +77,10 @@ struct StateLayout {
   static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
 };
 
-// Kernels that add a state to the snapshots that they read take more shared memory than every device has (tile_config.h).
+// Shared memory of kernels that add a state to the snapshots that they read (tile_config.h), more than some devices have.
 inline constexpr int kAddingSharedBytes = 120 << 10;
 
-// What a plan needs to know of them.
+// Sizes of states and snapshots for the plan.
 struct StateSizes {
   int chunk;                   // x rows per snapshot
   int64_t snapshot_bytes;
@@ -88,7 +88,7 @@ struct StateSizes {
   int64_t part_floats;         // order 1: of a part
   int blocks;                  // of the state kernel, per state
   int64_t accumulator_floats;  // of a block
-  int kept_chunk = 0;          // chunk of walks that keep their snapshots; 0: the same
+  int saved_chunk = 0;          // x rows per snapshot where snapshots are saved; 0: the same
 };
 
 inline StateSizes state_sizes(int head_dim, int order, MathMode math) {

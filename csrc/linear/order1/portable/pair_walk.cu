@@ -1,4 +1,4 @@
-// Order 1: grad_v and grad_k in one walk, from one state sum q g^T read in both orientations: see walk.cu for the steps.
+// Order 1: grad_v and grad_k in one pass, from one state sum q g^T read in both orientations: see walk.cu for the steps.
 // With grouped query heads a step adds up the heads one after the other. Row r of x sees the rows of y up to r: reversed sequences end
 // together, so the boundary is zero.
 //

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
   const Linear1Loader<Math, kHeadDim> loader;
   const Element* y_cursor = loader.cursor(a.y, batch, first_head);
   const Element* w_cursor = loader.cursor(a.w, batch, first_head);
-  // From the end of the part: what is read last, the beginning, is still in the L2 cache when the walk starts there.
+  // From the end of the part: what is read last, the beginning, is still in the L2 cache when the next kernel starts there.
   int next_row = a.y_row(begin) + (steps_of_head - 1) * Tile::kRows, next_head = 0;
   const auto load = [&](int step) {
     if (step < steps) {

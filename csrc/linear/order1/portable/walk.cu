@@ -1,5 +1,5 @@
-// Order 1: o, and grad_q. A block walks a segment of x in steps. In a step, a warp's result is the sum over the rows before the step,
-// from the state, and over the rows of the step, from their scores; then the rows of the step join the state.
+// Order 1: o, and grad_q. A block goes over a segment of x in steps. In a step, a warp's result is the sum over the rows before the step,
+// from the state, and over the rows of the step, from their scores; then the rows of the step are added to the state.
 //
 // shards: FASTMAX_MATH
 

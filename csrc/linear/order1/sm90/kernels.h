@@ -1,4 +1,4 @@
-// The Hopper kernels of order 1, each the pass that its arguments say (linear1.h): bf16, causal, without masks.
+// Launches of the Hopper kernels of order 1 (arguments: linear1.h): bf16, causal, without masks.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// Which calls the Hopper kernels of order 1 cover, and how the passes of launch.cpp cut and take them.
+// The calls that the Hopper kernels of order 1 cover, and their Linear1Walks for ../launch.cpp.
 
 #include "core/sm90/tensor_map.h"
 #include "linear/algorithm.h"
@@ -6,7 +6,7 @@
 
 namespace fastmax {
 
-// Not: masked keys, queries before the first key.
+// Not covered: masked keys, queries before the first key.
 bool linear1_sm90_covers(const AttentionParams& p, Direction) {
   const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
   if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 1 || !has_head_dim || has_decay(p)) return false;
@@ -32,7 +32,7 @@ constexpr Linear1Walks kLinear1WalksSm90 = {
       const auto is_copied = [&](const void* data, const Stride& stride) {
         return has_tensor_map({data, stride, p.b, p.h, p.n, p.dv, p.math});
       };
-      return p.g == nullptr && p.noise == nullptr && is_copied(p.grad_o, p.grad_o_stride) && is_copied(p.o, p.o_stride);
+      return !p.has_gradients_of_sums() && p.noise == nullptr && is_copied(p.grad_o, p.grad_o_stride) && is_copied(p.o, p.o_stride);
     },
 };
 

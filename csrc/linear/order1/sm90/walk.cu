@@ -1,24 +1,25 @@
-// Order 1 on Hopper: the walks of portable/walk.cu and portable/pair_walk.cu, by wgmma and TMA:
+// Passes of order 1 on Hopper, by wgmma and TMA; portable/walk.cu and portable/pair_walk.cu compute the same:
 //
 //   pass (Walk)    x    x2    y    w    e of    time        result
 //   kForward       q          k    v            forward     o = sum (c0 + c1 x.y) w / z
 //   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
 //   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
 //
-// A segment of x is shared by a group of `a.group` blocks. Each adds up the state of all of the segment's rows, in tiles of 64, and gives
-// the result of every a.group-th tile: no sum is made by reading rows once more, and what the blocks of a group read at about the same
-// time comes from the L2 cache. In a block, roles of warps are tied by rings alone:
+// A segment of x is shared by a group of `a.group` blocks. Each adds all rows of the segment to its copy of the state, in tiles of 64, and
+// computes the result of every a.group-th tile, its own tiles. The blocks of a group read the same rows at about the same time, from the L2
+// cache. In a block the roles of warps communicate by rings alone:
 //
 //   warp 0           fills a ring with tiles of y and w, and another one with the block's own tiles of x
 //   warps 1, 2       sums of y and of w, as vectors
 //   warpgroup 1      the state, in its accumulators; before an own tile, rounded into shared memory
 //   warpgroups 2, 3  results of own tiles, from the state and the vectors before them and the tile's own scores: one tile each, in turn,
-//                    or, where a walk has two gradients, one gradient each
+//                    or, in kPair, one gradient each
 //
-// Several segments start from sums over parts, which the first three of these roles make alone, behind the scan of portable/sums.cu.
+// Where there are several segments, the first three roles alone compute sums over parts of y (linear1_sums_sm90_kernel), which a scan
+// (portable/sums.cu) turns into the state before each segment.
 //
-// A backward can take grad_o as it is (linear1.h): the walk of grad_q divides its results by z, and hands e and 1 / z of its rows on to
-// that of grad_k and grad_v, which multiplies the numbers that meet rows of grad_o: rows of q in the state, and scores.
+// A backward can read grad_o in place of g (Linear1Walks::divides): the pass of grad_q divides its results by z and stores e and 1 / z of
+// its rows. The pass of grad_k and grad_v multiplies scores, and rows of q where it adds them to the state, by 1 / z.
 #include <type_traits>
 
 #include "core/launch.h"
@@ -33,7 +34,7 @@ namespace {
 
 enum class Walk { kForward, kGradQ, kPair };
 
-// What comes with the rows of y and w: nothing; e, of sum e y; and 1 / z, where w is grad_o.
+// Coefficients of the rows of y and w: none; e, for sum e y; or also 1 / z, where w is grad_o.
 enum class Scales { kNone, kE, kEAndZ };
 template <Scales kScales>
 inline constexpr int kScalesBytes = static_cast<int>(kScales) * kScaleBytes;
@@ -77,7 +78,7 @@ struct WalkTileSm90 {
   static_assert(kSharedBytes <= shared_limit(90), "rings, states and barriers do not fit");
 };
 
-// Where the numbers of an even column of a state and of the next are in what tile.h stores.
+// The offset of an even column of a state, and of the next one, in the format that tile.h stores.
 template <int kHeadDim>
 __device__ __forceinline__ int prefix_offset(int row, int column) {
   using Tile = Linear1Tile<Bf16, kHeadDim>;
@@ -219,7 +220,7 @@ __device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int 
   return sum;
 }
 
-// A stage on its way: y, w and what comes with their rows.
+// Starts the loads of a stage: y, w and the coefficients of their rows.
 template <int kHeadDim, Scales kScales, class Args>
 __device__ __forceinline__ void load_rows(const Args& a, const CUtensorMap& y_map, const CUtensorMap& w_map, uint32_t stage, uint32_t scales,
                                           uint32_t barrier, int token, int head, int batch) {
@@ -245,26 +246,388 @@ __device__ __forceinline__ void add_columns(ColumnSumsSm90<kHeadDim>& sums, bool
   sums.add(stage + (of_y ? 0 : RowTileSm90<kHeadDim>::kBytes), weights);
 }
 
+// What all roles of a block share: arguments, shared memory, and its tiles. Members are references to variables of the kernel: the
+// compiler then allocates registers as for lambdas.
+template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
+struct WalkBlock {
+  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides>;
+  using RowTile = typename Tile::RowTile;
+  using StateTile = typename Tile::StateTile;
+  static constexpr int kDim = kHeadDim;
+  static constexpr Walk kPass = kWalk;
+  static constexpr bool kPair = Tile::kPair, kNormalises = kWalk == Walk::kForward, kHasZ = kDivides;
+  static constexpr Scales kScales = Tile::kScales;
+  static constexpr int kStages = Tile::kStages, kXStages = Tile::kXStages, kStates = Tile::kStates, kVectors = Tile::kVectors;
+  static constexpr int kStateBarriers = Tile::kStateBarriers, kTileBytes = Tile::kTileBytes;
+
+  const Args& a;
+  const uint32_t& stages_at;
+  char* const shared;  // dynamic shared memory; stages_at lies in it
+  const Ring<kStages>& ring;
+  const Ring<kXStages>& x_ring;
+  const Ring<kStateBarriers>& states;
+  const Ring<kVectors>& vectors;
+  const int &lane, &w4;
+  const int &group, &rank;  // blocks that share a segment, and which of them this one is
+  const int &head_index, &batch, &x_head, &kv_head;
+  const int& first_row;
+  const int &own, &count;  // the block's own tiles of x; tiles of the segment up to the last of these
+  const int& y_group;      // stages of a tile: heads of y that share a state
+  const float* const& before;  // the sums before the segment; null: nothing is
+
+  __device__ __forceinline__ static int scales_at(int stage) { return Tile::kScaleTiles + stage * kScalesBytes<kScales>; }
+};
+
+// The producer of stages of y and w, and of own tiles of x: one thread.
+template <class Block>
+__device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map, const CUtensorMap& x2_map, const CUtensorMap& y_map,
+                                        const CUtensorMap& w_map) {
+  using Tile = typename Block::Tile;
+  using RowTile = typename Block::RowTile;
+  const auto& a = b.a;
+  for (int j = 0; j < b.count; ++j) {
+    const int row = b.first_row + j * kTileRows;
+    const bool is_own = j % b.group == b.rank;
+    if (is_own) {
+      const RingPosition at = RingPosition::of<Block::kXStages>(j / b.group);
+      const uint32_t x = b.stages_at + Tile::kX + at.stage * Tile::kXBytes;
+      const int token = tile_token(a, a.nx, row);
+      b.x_ring.wait_until_empty(at);
+      b.x_ring.expect(at, Tile::kXBytes);
+      RowTile::load(x, x_map, b.x_ring.full(at), token, b.x_head, b.batch);
+      if constexpr (Tile::kTwoX) RowTile::load(x + Block::kTileBytes, x2_map, b.x_ring.full(at), token, b.x_head, b.batch);
+    }
+    for (int i = 0; i < b.y_group; ++i) {
+      const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
+      b.ring.wait_until_empty(at);
+      load_rows<Block::kDim, Block::kScales>(a, y_map, w_map, b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage),
+                                             b.ring.full(at), tile_token(a, a.ny, a.y_row(a.boundary + row)),
+                                             b.kv_head * b.y_group + i, b.batch);
+      if (!is_own) ptx::mbarrier_arrive_many(b.ring.empty(at), Tile::kResultWarps);
+    }
+  }
+}
+
+// The sum of y or of w over the rows before each own tile, as a vector: one warp.
+template <class Block>
+struct VectorConsumer {
+  using Tile = typename Block::Tile;
+  static constexpr int kHeadDim = Block::kDim;
+  const Block& b;
+  const bool& of_y;
+  ColumnSumsSm90<kHeadDim>& sums;
+
+  __device__ __forceinline__ void run() const {
+    for (int j = 0; j < b.count; ++j) {
+      if (j % b.group == b.rank) publish(j / b.group);
+      for (int i = 0; i < b.y_group; ++i) {
+        const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
+        b.ring.wait_until_full(at);
+        if (!of_y || Block::kPass != Walk::kGradQ) {
+          add_columns<kHeadDim, Block::kScales>(sums, of_y, b.stages_at + at.stage * Tile::kStageBytes,
+                                                (b.shared + (b.stages_at - ptx::smem_address(b.shared))) + b.scales_at(at.stage));
+          ptx::fence_proxy_async();  // the last loads may be under way where nothing was made of them yet
+        }
+        b.ring.release(at, b.lane);
+      }
+    }
+  }
+
+  // Stores the sums for the results of own tile i.
+  __device__ __forceinline__ void publish(int i) const {
+    const RingPosition at = RingPosition::of<Block::kVectors>(i);
+    const uint32_t vector = b.stages_at + Tile::kVector + at.stage * Tile::kVectorBytes;
+    b.vectors.wait_until_empty(at);
+    if (!of_y) {
+      sums.for_each([&](int column, float sum) { ptx::store_shared_f32(vector + 4 * column, sum); });
+    } else if constexpr (Block::kPair) {
+      sums.for_each([&](int column, float sum) { ptx::store_shared_f32(vector + 4 * (kHeadDim + column), sum); });
+    } else if constexpr (Block::kNormalises) {
+      auto* rounded = reinterpret_cast<__nv_bfloat16*>((b.shared + (b.stages_at - ptx::smem_address(b.shared))) + (vector - b.stages_at)) + 2 * kHeadDim;
+      sums.for_each([&](int column, float sum) {
+        const __nv_bfloat16 high = __float2bfloat16_rn(sum);
+        rounded[column] = high, rounded[kHeadDim + column] = __float2bfloat16_rn(sum - __bfloat162float(high));
+      });
+    }
+    b.vectors.publish(at, b.lane);
+  }
+};
+
+// The state of the rows before each own tile: a warpgroup.
+template <class Block>
+struct StateConsumer {
+  using Tile = typename Block::Tile;
+  using StateTile = typename Block::StateTile;
+  const Block& b;
+  StateSm90<Block::kDim>& state;
+
+  __device__ __forceinline__ void run() const {
+    state.load(b.before, b.w4);
+    for (int j = 0; j < b.count; ++j) {
+      if (j % b.group == b.rank) publish(j / b.group);
+      for (int i = 0; i < b.y_group; ++i) {
+        const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
+        b.ring.wait_until_full(at);
+        state.template add<Block::kPair && Block::kHasZ>(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage), b.w4);
+        b.ring.release(at, b.lane);
+      }
+    }
+  }
+
+  // Stores a rounded copy for the results of own tile i.
+  __device__ __forceinline__ void publish(int i) const {
+    const RingPosition at = RingPosition::of<Block::kStateBarriers>(i);
+    const uint32_t tile = b.stages_at + Tile::kState + i % Block::kStates * StateTile::kBytes;
+    if (i >= Block::kStates) {  // until the results have read the copy that was here
+      const RingPosition last = RingPosition::of<Block::kStateBarriers>(i - Block::kStates);
+      ptx::mbarrier_wait(b.states.empty(last), last.parity);
+    }
+#pragma unroll
+    for (int m = 0; m < state.kBlocks; ++m) store_accumulator<Bf16, StateTile>(tile, 64 * m, state.acc[m], b.a.c1, b.a.c1, b.w4, b.lane);
+    ptx::fence_proxy_async();
+    b.states.publish(at, b.lane);
+  }
+};
+
+// The results of own tiles: a warpgroup. kSecond: of a pair, grad_y = sum c1 (x2.w + e_y) y, which reads the state transposed.
+template <class Block, bool kSecond>
+struct ResultConsumer {
+  using Tile = typename Block::Tile;
+  using RowTile = typename Block::RowTile;
+  using StateTile = typename Block::StateTile;
+  using Products = Wgmma<Bf16, Block::kDim>;
+  static constexpr int kHeadDim = Block::kDim, kDepth = kHeadDim / 16, kTileBytes = Block::kTileBytes;
+  static constexpr bool kPair = Block::kPair, kNormalises = Block::kNormalises;
+  static constexpr bool kHasZ = Block::kHasZ, kGivenZ = Block::kPass == Walk::kGradQ && kHasZ;
+
+  // A tile in registers: its scores and results, and coefficients of rows g and g + 8.
+  struct Registers {
+    float (&s)[kTileRows / 2];
+    float (&out)[kHeadDim / 2];
+    uint32_t (&weights)[kTileRows / 4];
+    float (&constant)[2];  // of the vector, and but for a second gradient of scores
+    float (&factor)[2];    // of the result
+    float (&z)[2];         // this lane's part of the denominators
+  };
+
+  const Block& b;
+  const int &g, &t, &tile_row;
+
+  // Own tiles first, first + step, ...
+  __device__ __forceinline__ void run(int first, int step) const {
+    for (int i = first; i < b.own; i += step) compute(i);
+  }
+
+  __device__ __forceinline__ void compute(int i) const {
+    const auto& a = b.a;
+    const int row = b.first_row + (b.rank + i * b.group) * kTileRows;
+    const int first_stage = (b.rank + i * b.group) * b.y_group;
+    const RingPosition x_at = RingPosition::of<Block::kXStages>(i);
+    const RingPosition state_at = RingPosition::of<Block::kStateBarriers>(i), vector_at = RingPosition::of<Block::kVectors>(i);
+    const uint32_t x_tile = b.stages_at + Tile::kX + x_at.stage * Tile::kXBytes + (kSecond ? kTileBytes : 0);
+    const uint32_t vector = b.stages_at + Tile::kVector + vector_at.stage * Tile::kVectorBytes;
+    const Operand<RowTile> x(x_tile);
+    const Operand<StateTile> state(b.stages_at + Tile::kState + i % Block::kStates * StateTile::kBytes);
+
+    float constant[2], factor[2] = {1.f, 1.f};
+    if constexpr (Block::kPass != Walk::kGradQ) {
+      constant[0] = constant[1] = kSecond ? a.c1 : a.c0;
+    } else if constexpr (!kHasZ) {
+      const float* e = a.x_scale.data + b.head_index * a.x_scale.head;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) constant[r] = a.c1 * __ldg(e + min(row + tile_row + 8 * r, a.nx - 1));
+    }
+    [[maybe_unused]] float given_z[2] = {}, grad_z[2] = {};
+    if constexpr (kGivenZ) load_z(row, given_z, grad_z);
+    b.x_ring.wait_until_full(x_at);
+    if constexpr (kGivenZ) divide(row, x_tile, given_z, grad_z, constant, factor);
+    // Before the ring: a state has all rows before the tile, so what was in its stages before had come, and the parity is right though
+    // a warpgroup that takes turns did not look at it.
+    b.states.wait_until_full(state_at);
+    b.vectors.wait_until_full(vector_at);
+
+    float s[kTileRows / 2], out[kHeadDim / 2];
+    [[maybe_unused]] float z[2] = {};
+    uint32_t weights[kTileRows / 4];
+    const Registers tile{s, out, weights, constant, factor, z};
+    if constexpr (kPair) {
+      wgmma_fence();
+      start_result(tile, x, state);
+      wgmma_wait<0>();
+      keep(out);
+      b.states.release(state_at, b.lane);
+      for (int head = 0; head < b.y_group; ++head) {
+        const RingPosition at = RingPosition::of<Block::kStages>(first_stage + head);
+        const Operand<RowTile> y(b.stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+        b.ring.wait_until_full(at);
+        wgmma_fence();
+        start_scores(tile, x, kSecond ? w : y);
+        wgmma_wait<0>();
+        keep(s);
+        make_weights(tile, at.stage);
+        add_values(tile, kSecond ? y : w);
+        b.ring.release(at, b.lane);
+      }
+    } else {
+      const RingPosition at = RingPosition::of<Block::kStages>(first_stage);
+      const Operand<RowTile> y(b.stages_at + at.stage * Tile::kStageBytes);
+      b.ring.wait_until_full(at);
+      wgmma_fence();
+      start_scores(tile, x, y);
+      start_result(tile, x, state);
+      if constexpr (kNormalises) begin_z(z, x_tile, vector);
+      wgmma_wait<1>();
+      keep(s);
+      make_weights(tile, at.stage);
+      wgmma_wait<0>();
+      keep(out);
+      b.states.release(state_at, b.lane);
+      add_values(tile, y.behind(kTileBytes));
+      b.ring.release(at, b.lane);
+    }
+    // The product of x with the rounded sums goes into z alone, which the assembler may make behind the release (pipeline.h).
+    if constexpr (kNormalises) ptx::fence_proxy_async();
+    b.x_ring.release(x_at, b.lane);
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      const float2 sum = ptx::load_shared_f32x2(vector + (kSecond ? 4 * kHeadDim : 0) + (8 * j + 2 * t) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[4 * j + e] = fmaf(constant[e / 2], e % 2 == 0 ? sum.x : sum.y, out[4 * j + e]);
+    }
+    b.vectors.release(vector_at, b.lane);
+    store(tile, row);
+  }
+
+  __device__ __forceinline__ void load_z(int row, float (&given_z)[2], float (&grad_z)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t at = int64_t{b.head_index} * b.a.nx + min(row + tile_row + 8 * r, b.a.nx - 1);
+      given_z[r] = __ldg(b.a.given_z + at);
+      if (b.a.grad_z != nullptr) grad_z[r] = __ldg(b.a.grad_z + at);
+    }
+  }
+
+  // e and 1 / z of the rows, where x is grad_o: for the result, and stored for the pass of grad_k and grad_v.
+  __device__ __forceinline__ void divide(int row, uint32_t x_tile, const float (&given_z)[2], float (&grad_z)[2], float (&constant)[2],
+                                         float (&factor)[2]) const {
+    const auto& a = b.a;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float dot = quad_sum(row_product<kHeadDim>(x_tile, x_tile + kTileBytes, tile_row + 8 * r));
+      factor[r] = given_z[r] == 0.f ? 0.f : 1.f / given_z[r];
+      if (given_z[r] == 0.f) grad_z[r] = 0.f;
+      constant[r] = a.c1 * fmaf(grad_z[r], given_z[r], -dot);
+      if (t == 0 && row + tile_row + 8 * r < a.nx) {
+        const int64_t at = b.head_index * a.e_head + row + tile_row + 8 * r;
+        a.e[at] = fmaf(-dot, factor[r], grad_z[r]), a.inverse_z[at] = factor[r];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_scores(const Registers& tile, const Operand<RowTile>& x, const Operand<RowTile>& keys) const {
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) {
+      if (k == 0) Wgmma<Bf16, kTileRows>::template ss_first<Major::kK, Major::kK>(tile.s, x.k_major(k), keys.k_major(k));
+      else Wgmma<Bf16, kTileRows>::template ss<Major::kK, Major::kK>(tile.s, x.k_major(k), keys.k_major(k));
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_result(const Registers& tile, const Operand<RowTile>& x, const Operand<StateTile>& state) const {
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) {
+      constexpr Major kState = kSecond ? Major::kK : Major::kMN;
+      const uint64_t rows = kSecond ? state.k_major(k) : state.mn_major(k);
+      if (k == 0) Products::template ss_first<Major::kK, kState>(tile.out, x.k_major(k), rows);
+      else Products::template ss<Major::kK, kState>(tile.out, x.k_major(k), rows);
+    }
+    wgmma_commit();
+  }
+
+  // The denominators' part of earlier tiles: products of x with the sum of y.
+  __device__ __forceinline__ void begin_z(float (&z)[2], uint32_t x_tile, uint32_t vector) const {
+    float product[4] = {};
+    const uint32_t sums = vector + 4 * kHeadDim + (g % 2 * kHeadDim + 2 * t) * 2;
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) {
+      uint32_t rows[4];
+      ptx::ldmatrix_x4(rows, x_tile + RowTile::chunk_offset(16 * b.w4 + b.lane % 16, 2 * k + b.lane / 16));
+      const uint32_t low = ptx::load_shared_u32(sums + 32 * k), high = ptx::load_shared_u32(sums + 32 * k + 16);
+      ptx::mma_bf16(product, rows, g < 2 ? low : 0u, g < 2 ? high : 0u);
+    }
+    z[0] = b.a.c1 * (product[0] + product[1]), z[1] = b.a.c1 * (product[2] + product[3]);
+  }
+
+  __device__ __forceinline__ void make_weights(const Registers& tile, int stage) const {
+    const auto& a = b.a;
+    auto& s = tile.s;
+#pragma unroll
+    for (int j = 0; j < kTileRows / 2; j += 2) {
+      const int column = j / 4 * 8 + 2 * t, r = j / 2 % 2, seen_row = tile_row + 8 * r;
+      float2 e = make_float2(tile.constant[r], tile.constant[r]), inverse = make_float2(1.f, 1.f);
+      if constexpr (kSecond) e = ptx::load_shared_f32x2(b.stages_at + b.scales_at(stage) + 4 * column);
+      if constexpr (kPair && kHasZ) inverse = ptx::load_shared_f32x2(b.stages_at + b.scales_at(stage) + kScaleBytes + 4 * column);
+      float low, high;
+      if constexpr (kSecond) {
+        low = a.c1 * fmaf(s[j], inverse.x, e.x), high = a.c1 * fmaf(s[j + 1], inverse.y, e.y);
+      } else {
+        low = fmaf(a.c1, s[j], e.x) * inverse.x, high = fmaf(a.c1, s[j + 1], e.y) * inverse.y;
+      }
+      // Reversed rows lie in memory in the order of tokens: later rows come first.
+      if (kPair ? column < seen_row : column > seen_row) low = 0.f;
+      if (kPair ? column + 1 < seen_row : column + 1 > seen_row) high = 0.f;
+      if constexpr (kNormalises) tile.z[r] += low + high;
+      tile.weights[j / 2] = ptx::pack_bf16x2(low, high);
+    }
+    keep(tile.weights);
+  }
+
+  __device__ __forceinline__ void add_values(const Registers& tile, const Operand<RowTile>& values) const {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileRows / 16; ++k) Products::template rs<Major::kMN>(tile.out, tile.weights + 4 * k, values.mn_major(k));
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep(tile.out);
+  }
+
+  __device__ __forceinline__ void store(const Registers& tile, int row) const {
+    const auto& a = b.a;
+    const int token = tile_token(a, a.nx, row) + tile_row;
+    if constexpr (kNormalises) {
+      const float rows_before = static_cast<float>(a.y_row(a.boundary) + row);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float row_sum = fmaf(a.c0, rows_before, quad_sum(tile.z[r]));
+        tile.factor[r] = row_sum == 0.f ? 0.f : 1.f / row_sum;
+        if (t == 0 && token + 8 * r < a.nx) a.z[int64_t{b.head_index} * a.nx + token + 8 * r] = row_sum;
+      }
+    }
+    auto& blocks = reinterpret_cast<float(&)[kHeadDim / 8][4]>(tile.out);
+    if constexpr (kNormalises) {
+      if (a.noise.data != nullptr) multiply_noise<Bf16>(a.noise, false, a.dropout, b.batch, b.x_head, token, a.nx, 0, a.w_columns, blocks);
+    }
+    if constexpr (kPair) {
+      store_result<Bf16>(kSecond ? a.grad_y : a.grad_w, false, b.batch, b.x_head, token, a.nx, 0, kSecond ? a.y_columns : a.w_columns,
+                         blocks, tile.factor);
+    } else {
+      store_result<Bf16>(a.out, false, b.batch, b.x_head, token, a.nx, 0, a.w_columns, blocks, tile.factor);
+    }
+  }
+};
+
 template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
 __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThreads, 1)
     linear1_walk_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap x2_map,
                              const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map, const Args a) {
-  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides>;
-  using RowTile = typename Tile::RowTile;
-  using StateTile = typename Tile::StateTile;
-  using Products = Wgmma<Bf16, kHeadDim>;
-  constexpr bool kPair = Tile::kPair, kNormalises = kWalk == Walk::kForward;
-  constexpr Scales kScales = Tile::kScales;
-  constexpr int kStages = Tile::kStages, kXStages = Tile::kXStages, kStates = Tile::kStates, kVectors = Tile::kVectors;
-  constexpr int kStateBarriers = Tile::kStateBarriers;
-  constexpr int kTileBytes = Tile::kTileBytes, kDepth = kHeadDim / 16;
+  using Block = WalkBlock<kHeadDim, kWalk, kDivides, Args>;
+  using Tile = typename Block::Tile;
   extern __shared__ char shared[];
   const uint32_t stages_at = first_tile(shared);
-  const char* shared_tiles = shared + (stages_at - ptx::smem_address(shared));
-  const Ring<kStages> ring(stages_at + Tile::kBarriers);
-  const Ring<kXStages> x_ring(stages_at + Tile::kXBarriers);
-  const Ring<kStateBarriers> states(stages_at + Tile::kStateRing);
-  const Ring<kVectors> vectors(stages_at + Tile::kVectorBarriers);
+  const Ring<Tile::kStages> ring(stages_at + Tile::kBarriers);
+  const Ring<Tile::kXStages> x_ring(stages_at + Tile::kXBarriers);
+  const Ring<Tile::kStateBarriers> states(stages_at + Tile::kStateRing);
+  const Ring<Tile::kVectors> vectors(stages_at + Tile::kVectorBarriers);
   const int warp = warp_index(), lane = lane_index(), warpgroup = warp / 4, w4 = warp % 4;
 
   const int group = a.group, rank = blockIdx.x % group, x_heads = a.state_heads * a.x_group, heads = a.batch * x_heads;
@@ -273,12 +636,13 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
   const int first_row = segment * a.segment;
   const int tiles = (min(a.segment, a.nx - first_row) + kTileRows - 1) / kTileRows;
   const int own = tiles > rank ? (tiles - 1 - rank) / group + 1 : 0;  // tile `rank` and every group-th behind it
-  const int count = own > 0 ? rank + (own - 1) * group + 1 : 0;        // tiles up to the last own one
-  const int y_group = kPair ? a.y_group : 1;                           // stages of a tile: heads of y that share a state
-  const auto scales_at = [&](int stage) { return Tile::kScaleTiles + stage * kScalesBytes<kScales>; };
+  const int count = own > 0 ? rank + (own - 1) * group + 1 : 0;
+  const int y_group = Tile::kPair ? a.y_group : 1;
   const int part = a.part_before(segment);
   const float* before =
       part < 0 ? nullptr : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim);
+  const Block block{a, stages_at, shared, ring, x_ring, states, vectors, lane, w4, group, rank, head_index, batch, x_head, kv_head,
+                    first_row, own, count, y_group, before};
 
   if (threadIdx.x == 0) {
     ring.init(4 + 2 + Tile::kResultWarps);
@@ -292,272 +656,24 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
   if (warpgroup == 0) {
     if constexpr (kHeadDim == 128) ptx::fewer_registers<Tile::kProducerRegisters>();
     if (warp == 0 && lane == 0) {
-      for (int j = 0; j < count; ++j) {
-        const int row = first_row + j * kTileRows;
-        const bool is_own = j % group == rank;
-        if (is_own) {
-          const RingPosition at = RingPosition::of<kXStages>(j / group);
-          const uint32_t x = stages_at + Tile::kX + at.stage * Tile::kXBytes;
-          const int token = tile_token(a, a.nx, row);
-          x_ring.wait_until_empty(at);
-          x_ring.expect(at, Tile::kXBytes);
-          RowTile::load(x, x_map, x_ring.full(at), token, x_head, batch);
-          if constexpr (Tile::kTwoX) RowTile::load(x + kTileBytes, x2_map, x_ring.full(at), token, x_head, batch);
-        }
-        for (int i = 0; i < y_group; ++i) {
-          const RingPosition at = RingPosition::of<kStages>(j * y_group + i);
-          ring.wait_until_empty(at);
-          load_rows<kHeadDim, kScales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes, stages_at + scales_at(at.stage), ring.full(at),
-                                       tile_token(a, a.ny, a.y_row(a.boundary + row)), kv_head * y_group + i, batch);
-          if (!is_own) ptx::mbarrier_arrive_many(ring.empty(at), Tile::kResultWarps);
-        }
-      }
+      produce(block, x_map, x2_map, y_map, w_map);
     } else if (warp == 1 || warp == 2) {
       const bool of_y = warp == 1;
       ColumnSumsSm90<kHeadDim> sums(before == nullptr ? nullptr : before + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0));
-      for (int j = 0; j < count; ++j) {
-        if (j % group == rank) {
-          const RingPosition at = RingPosition::of<kVectors>(j / group);
-          const uint32_t vector = stages_at + Tile::kVector + at.stage * Tile::kVectorBytes;
-          vectors.wait_until_empty(at);
-          if (!of_y) {
-            sums.for_each([&](int column, float sum) { ptx::store_shared_f32(vector + 4 * column, sum); });
-          } else if constexpr (kPair) {
-            sums.for_each([&](int column, float sum) { ptx::store_shared_f32(vector + 4 * (kHeadDim + column), sum); });
-          } else if constexpr (kNormalises) {
-            auto* rounded = reinterpret_cast<__nv_bfloat16*>(const_cast<char*>(shared_tiles) + (vector - stages_at)) + 2 * kHeadDim;
-            sums.for_each([&](int column, float sum) {
-              const __nv_bfloat16 high = __float2bfloat16_rn(sum);
-              rounded[column] = high, rounded[kHeadDim + column] = __float2bfloat16_rn(sum - __bfloat162float(high));
-            });
-          }
-          vectors.publish(at, lane);
-        }
-        for (int i = 0; i < y_group; ++i) {
-          const RingPosition at = RingPosition::of<kStages>(j * y_group + i);
-          ring.wait_until_full(at);
-          if (!of_y || kWalk != Walk::kGradQ) {
-            add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes, shared_tiles + scales_at(at.stage));
-            ptx::fence_proxy_async();  // the last loads may be on their way where nothing was made of them yet
-          }
-          ring.release(at, lane);
-        }
-      }
+      VectorConsumer<Block>{block, of_y, sums}.run();
     }
   } else if (warpgroup == 1) {
     if constexpr (kHeadDim == 128) ptx::more_registers<Tile::kStateRegisters>();
     StateSm90<kHeadDim> state;
-    state.load(before, w4);
-    for (int j = 0; j < count; ++j) {
-      if (j % group == rank) {
-        const int i = j / group;
-        const RingPosition at = RingPosition::of<kStateBarriers>(i);
-        const uint32_t tile = stages_at + Tile::kState + i % kStates * StateTile::kBytes;
-        if (i >= kStates) {  // until the results have read the copy that was here
-          const RingPosition last = RingPosition::of<kStateBarriers>(i - kStates);
-          ptx::mbarrier_wait(states.empty(last), last.parity);
-        }
-#pragma unroll
-        for (int m = 0; m < state.kBlocks; ++m) store_accumulator<Bf16, StateTile>(tile, 64 * m, state.acc[m], a.c1, a.c1, w4, lane);
-        ptx::fence_proxy_async();
-        states.publish(at, lane);
-      }
-      for (int i = 0; i < y_group; ++i) {
-        const RingPosition at = RingPosition::of<kStages>(j * y_group + i);
-        ring.wait_until_full(at);
-        state.template add<kPair && kDivides>(stages_at + at.stage * Tile::kStageBytes, stages_at + scales_at(at.stage), w4);
-        ring.release(at, lane);
-      }
-    }
+    StateConsumer<Block>{block, state}.run();
   } else {
     if constexpr (kHeadDim == 128) ptx::more_registers<Tile::kResultRegisters>();
-    const int g = lane / 4, t = lane % 4, tile_row = 16 * w4 + g;
-    // is_second: of a pair, grad_y = sum c1 (x2.w + e_y) y, which reads the state the other way round.
-    const auto results = [&](auto is_second, int first, int step) {
-      constexpr bool kSecond = decltype(is_second)::value;
-      for (int i = first; i < own; i += step) {
-        const int row = first_row + (rank + i * group) * kTileRows;
-        const int first_stage = (rank + i * group) * y_group;
-        const RingPosition x_at = RingPosition::of<kXStages>(i);
-        const RingPosition state_at = RingPosition::of<kStateBarriers>(i), vector_at = RingPosition::of<kVectors>(i);
-        const uint32_t x_tile = stages_at + Tile::kX + x_at.stage * Tile::kXBytes + (kSecond ? kTileBytes : 0);
-        const uint32_t vector = stages_at + Tile::kVector + vector_at.stage * Tile::kVectorBytes;
-        const Operand<RowTile> x(x_tile);
-        const Operand<StateTile> state(stages_at + Tile::kState + i % kStates * StateTile::kBytes);
-
-        float constant[2];             // of the vector, and but for a second gradient of scores; of rows g and g + 8
-        float factor[2] = {1.f, 1.f};  // of the result
-        if constexpr (kWalk != Walk::kGradQ) {
-          constant[0] = constant[1] = kSecond ? a.c1 : a.c0;
-        } else if constexpr (!kDivides) {
-          const float* e = a.x_scale.data + head_index * a.x_scale.head;
-#pragma unroll
-          for (int r = 0; r < 2; ++r) constant[r] = a.c1 * __ldg(e + min(row + tile_row + 8 * r, a.nx - 1));
-        }
-        [[maybe_unused]] float given_z[2] = {}, grad_z[2] = {};
-        if constexpr (kWalk == Walk::kGradQ && kDivides) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int64_t at = int64_t{head_index} * a.nx + min(row + tile_row + 8 * r, a.nx - 1);
-            given_z[r] = __ldg(a.given_z + at);
-            if (a.grad_z != nullptr) grad_z[r] = __ldg(a.grad_z + at);
-          }
-        }
-        x_ring.wait_until_full(x_at);
-        if constexpr (kWalk == Walk::kGradQ && kDivides) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float dot = quad_sum(row_product<kHeadDim>(x_tile, x_tile + kTileBytes, tile_row + 8 * r));
-            factor[r] = given_z[r] == 0.f ? 0.f : 1.f / given_z[r];
-            if (given_z[r] == 0.f) grad_z[r] = 0.f;
-            constant[r] = a.c1 * fmaf(grad_z[r], given_z[r], -dot);
-            if (t == 0 && row + tile_row + 8 * r < a.nx) {
-              const int64_t at = head_index * a.e_head + row + tile_row + 8 * r;
-              a.e[at] = fmaf(-dot, factor[r], grad_z[r]), a.inverse_z[at] = factor[r];
-            }
-          }
-        }
-        // Before the ring: a state has all rows before the tile, so what was in its stages before had come, and the parity is right though
-        // a warpgroup that takes turns did not look at it.
-        states.wait_until_full(state_at);
-        vectors.wait_until_full(vector_at);
-
-        float s[kTileRows / 2], out[kHeadDim / 2];
-        const auto start_scores = [&](const Operand<RowTile>& keys) {
-#pragma unroll
-          for (int k = 0; k < kDepth; ++k) {
-            if (k == 0) Wgmma<Bf16, kTileRows>::template ss_first<Major::kK, Major::kK>(s, x.k_major(k), keys.k_major(k));
-            else Wgmma<Bf16, kTileRows>::template ss<Major::kK, Major::kK>(s, x.k_major(k), keys.k_major(k));
-          }
-          wgmma_commit();
-        };
-        const auto start_result = [&] {
-#pragma unroll
-          for (int k = 0; k < kDepth; ++k) {
-            constexpr Major kState = kSecond ? Major::kK : Major::kMN;
-            const uint64_t rows = kSecond ? state.k_major(k) : state.mn_major(k);
-            if (k == 0) Products::template ss_first<Major::kK, kState>(out, x.k_major(k), rows);
-            else Products::template ss<Major::kK, kState>(out, x.k_major(k), rows);
-          }
-          wgmma_commit();
-        };
-        [[maybe_unused]] float z[2] = {};  // this lane's part of the denominators
-        uint32_t weights[kTileRows / 4];
-        const auto make_weights = [&](int stage) {
-#pragma unroll
-          for (int j = 0; j < kTileRows / 2; j += 2) {
-            const int column = j / 4 * 8 + 2 * t, r = j / 2 % 2, seen_row = tile_row + 8 * r;
-            float2 e = make_float2(constant[r], constant[r]), inverse = make_float2(1.f, 1.f);
-            if constexpr (kSecond) e = ptx::load_shared_f32x2(stages_at + scales_at(stage) + 4 * column);
-            if constexpr (kPair && kDivides) inverse = ptx::load_shared_f32x2(stages_at + scales_at(stage) + kScaleBytes + 4 * column);
-            float low, high;
-            if constexpr (kSecond) {
-              low = a.c1 * fmaf(s[j], inverse.x, e.x), high = a.c1 * fmaf(s[j + 1], inverse.y, e.y);
-            } else {
-              low = fmaf(a.c1, s[j], e.x) * inverse.x, high = fmaf(a.c1, s[j + 1], e.y) * inverse.y;
-            }
-            // In memory a walk back in time goes from later rows to earlier ones.
-            if (kPair ? column < seen_row : column > seen_row) low = 0.f;
-            if (kPair ? column + 1 < seen_row : column + 1 > seen_row) high = 0.f;
-            if constexpr (kNormalises) z[r] += low + high;
-            weights[j / 2] = ptx::pack_bf16x2(low, high);
-          }
-          keep(weights);
-        };
-        const auto add_values = [&](const Operand<RowTile>& values) {
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < kTileRows / 16; ++k) Products::template rs<Major::kMN>(out, weights + 4 * k, values.mn_major(k));
-          wgmma_commit();
-          wgmma_wait<0>();
-          keep(out);
-        };
-
-        if constexpr (kPair) {
-          wgmma_fence();
-          start_result();
-          wgmma_wait<0>();
-          keep(out);
-          states.release(state_at, lane);
-          for (int head = 0; head < y_group; ++head) {
-            const RingPosition at = RingPosition::of<kStages>(first_stage + head);
-            const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
-            ring.wait_until_full(at);
-            wgmma_fence();
-            start_scores(kSecond ? w : y);
-            wgmma_wait<0>();
-            keep(s);
-            make_weights(at.stage);
-            add_values(kSecond ? y : w);
-            ring.release(at, lane);
-          }
-        } else {
-          const RingPosition at = RingPosition::of<kStages>(first_stage);
-          const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes);
-          ring.wait_until_full(at);
-          wgmma_fence();
-          start_scores(y);
-          start_result();
-          if constexpr (kNormalises) {
-            float product[4] = {};
-            const uint32_t sums = vector + 4 * kHeadDim + (g % 2 * kHeadDim + 2 * t) * 2;
-#pragma unroll
-            for (int k = 0; k < kDepth; ++k) {
-              uint32_t rows[4];
-              ptx::ldmatrix_x4(rows, x_tile + RowTile::chunk_offset(16 * w4 + lane % 16, 2 * k + lane / 16));
-              const uint32_t low = ptx::load_shared_u32(sums + 32 * k), high = ptx::load_shared_u32(sums + 32 * k + 16);
-              ptx::mma_bf16(product, rows, g < 2 ? low : 0u, g < 2 ? high : 0u);
-            }
-            z[0] = a.c1 * (product[0] + product[1]), z[1] = a.c1 * (product[2] + product[3]);
-          }
-          wgmma_wait<1>();
-          keep(s);
-          make_weights(at.stage);
-          wgmma_wait<0>();
-          keep(out);
-          states.release(state_at, lane);
-          add_values(y.behind(kTileBytes));
-          ring.release(at, lane);
-        }
-        // The product of x with the rounded sums goes into z alone, which the assembler may make behind the release (pipeline.h).
-        if constexpr (kNormalises) ptx::fence_proxy_async();
-        x_ring.release(x_at, lane);
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
-          const float2 sum = ptx::load_shared_f32x2(vector + (kSecond ? 4 * kHeadDim : 0) + (8 * j + 2 * t) * 4);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) out[4 * j + e] = fmaf(constant[e / 2], e % 2 == 0 ? sum.x : sum.y, out[4 * j + e]);
-        }
-        vectors.release(vector_at, lane);
-
-        const int token = tile_token(a, a.nx, row) + tile_row;
-        if constexpr (kNormalises) {
-          const float rows_before = static_cast<float>(a.y_row(a.boundary) + row);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float row_sum = fmaf(a.c0, rows_before, quad_sum(z[r]));
-            factor[r] = row_sum == 0.f ? 0.f : 1.f / row_sum;
-            if (t == 0 && token + 8 * r < a.nx) a.z[int64_t{head_index} * a.nx + token + 8 * r] = row_sum;
-          }
-        }
-        auto& blocks = reinterpret_cast<float(&)[kHeadDim / 8][4]>(out);
-        if constexpr (kNormalises) {
-          if (a.noise.data != nullptr) multiply_noise<Bf16>(a.noise, false, a.dropout, batch, x_head, token, a.nx, 0, a.w_columns, blocks);
-        }
-        if constexpr (kPair) {
-          store_result<Bf16>(kSecond ? a.grad_y : a.grad_w, false, batch, x_head, token, a.nx, 0, kSecond ? a.y_columns : a.w_columns,
-                             blocks, factor);
-        } else {
-          store_result<Bf16>(a.out, false, batch, x_head, token, a.nx, 0, a.w_columns, blocks, factor);
-        }
-      }
-    };
-    const int consumer = warpgroup - 2;
-    if constexpr (kPair) {
-      if (consumer == 0) results(std::false_type{}, 0, 1);
-      else results(std::true_type{}, 0, 1);
+    const int g = lane / 4, t = lane % 4, tile_row = 16 * w4 + g, consumer = warpgroup - 2;
+    if constexpr (Tile::kPair) {
+      if (consumer == 0) ResultConsumer<Block, false>{block, g, t, tile_row}.run(0, 1);
+      else ResultConsumer<Block, true>{block, g, t, tile_row}.run(0, 1);
     } else {
-      results(std::false_type{}, consumer, 2);
+      ResultConsumer<Block, false>{block, g, t, tile_row}.run(consumer, 2);
     }
   }
 }
@@ -597,7 +713,7 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
 
   if (warp == 0 && lane == 0) {
     for (int i = 0; i < stages; ++i) {
-      // From the end of the part: what is read last, the beginning, is still in the L2 cache when the walk starts there.
+      // From the end of the part: what is read last, the beginning, is still in the L2 cache when the next kernel starts there.
       const int row = a.y_row(begin) + (tiles - 1 - i / a.y_group) * kTileRows;
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_empty(at);
@@ -613,7 +729,7 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
       ring.wait_until_full(at);
       add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
                                      shared_tiles + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>);
-      ptx::fence_proxy_async();  // as in the walk
+      ptx::fence_proxy_async();  // as in VectorConsumer
       ring.release(at, lane);
     }
     float* vector = out + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0);

@@ -1,5 +1,5 @@
-// Snapshots of a walk that began with nothing take in what was before its first row: snapshot += what is left of that at the chunk's
-// beginning. A snapshot is taken as numbers in a row, whatever they are, so that any format of them will do.
+// Adds a carried state to saved snapshots, with its decay until each chunk's beginning. Snapshots are rows of numbers here, so the kernel
+// serves every format.
 //
 // shards: FASTMAX_MATH
 

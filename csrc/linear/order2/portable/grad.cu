@@ -1,12 +1,12 @@
 // Gradients of the linear algorithm that need the derivative of f: grad_q with x = q, x2 = g, y = k, y2 = v, and on reversed
 // rows grad_k with x = k, x2 = v, y = q, y2 = g:
-//   grad_r = sum over earlier chunks from the snapshot + sum over the own chunk of (g0 + g1 x.y) (x2.y2 + e) y
+//   grad_r = inter-chunk part, from the snapshot, + intra-chunk sum of (g0 + g1 x.y) (x2.y2 + e) y
 //
 // The contribution of a tile T (64 features x values): W = x2 T^T on the tensor cores, then the product rule on
 // sum_xg x[8s+x] x[8b+g] W[8x+g], in fp32 on the CUDA cores:
 //   grad[8b+g] += sum_x x[8s+x] W[8x+g],  grad[8s+x] += sum_g x[8b+g] W[8x+g]
-// which is right for diagonal tiles too. Where rows fade, also the sum over the pairs of a row, p = f(x.y) (x2.y2 + e), that the gradient
-// of log_decay is made of: of earlier chunks it is that of order 0, plus x . (gradient of order 1), plus half of
+// which is right for diagonal tiles too. With decays, the kernel also sums p = f(x.y) (x2.y2 + e) over the pairs of a row, for the gradient
+// of log_decay. The inter-chunk part of that sum is the term of order 0, plus x . (gradient of order 1), plus half of
 // x . (gradient of order 2).
 //
 // Block columns come in an order known only at run time, so the gradient is kept in
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     stream.end_tiles();
   }
 
-  // What is left of earlier chunks.
+  // Decays the inter-chunk part.
   if (kHasDecay && has_state) {
     float pairs[kRowTiles][2] = {};
     if (wants_pairs) {
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     __syncwarp();
   }
 
-  // The own chunk, on top of the earlier ones.
+  // Adds the intra-chunk part.
   float own_pairs[kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {

@@ -1,5 +1,5 @@
-// States of order 1 where order1/ does not have them, because they are too wide (head dims above kLinear1HeadDim), fade or are carried:
-// every part of y is summed on its own in fp32, and a second kernel scans the parts.
+// State pass of order 1 for calls that order1/ does not cover: head dims above kLinear1HeadDim, decays or a carried state. One kernel sums
+// each part of y in fp32, a second one scans the parts.
 //
 // shards: FASTMAX_MATH
 

@@ -1,5 +1,5 @@
-// A carried state of order 1 to and from what the scan of parts continues from (part_state.cu): numbers as in a snapshot
-// (state_format.h), in fp32 and without weights, so that they lie the same in every arithmetic mode.
+// Conversion of a carried state of order 1 to and from the sums that the scan of parts continues from (part_state.cu). These have the
+// layout of a snapshot (state_format.h), in fp32 and without coefficients, in every arithmetic mode.
 
 #include "core/launch.h"
 #include "linear/linear.h"
@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(kThreads) linear_carried_part_kernel(const Car
   const bool exists = row <= d && column < dv;
   const float factor = row == 0 ? a.factors.one : a.factors.first;
   if (kLoads) {
-    const float* x = column < 0 ? a.state.weights + first_row + row : a.state.values + (first_row + row) * dv + column;
+    const float* x = column < 0 ? a.state.k_sum + first_row + row : a.state.kv_state + (first_row + row) * dv + column;
     part[at] = exists ? *x * factor : 0.f;
   } else if (exists) {
-    float* x = column < 0 ? a.state.new_weights + first_row + row : a.state.new_values + (first_row + row) * dv + column;
+    float* x = column < 0 ? a.state.new_k_sum + first_row + row : a.state.new_kv_state + (first_row + row) * dv + column;
     *x = part[at] * factor;
   }
 }

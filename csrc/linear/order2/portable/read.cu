@@ -1,4 +1,4 @@
-// Reading states: out_r = [sum over earlier chunks from the snapshot] + [sum over the rows of the own chunk, quadratically].
+// Output kernel: out_r = inter-chunk part, from the snapshot, + intra-chunk part, over pairs of rows.
 // The forward with x = q; grad_v with x = k on reversed rows.
 //
 // A block owns kRows rows of x. Everything that they multiply passes through one shared-memory ring: the snapshot (second
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     }
   };
 
-  // Second moment: the earlier chunks' denominator is x . (moment x + c1 sum y) + c0 count. Then the first order.
+  // Second moment: the inter-chunk denominator is x . (moment x + c1 sum y) + c0 count. Then the first order.
   if (has_state) {
     const int moments = stream.moment_pairs();
     int pair = 0;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     count = 0.f;
   }
 
-  // The own chunk.
+  // Intra-chunk.
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
   const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
   WalkSum x_sums[kHasDecay ? 2 * kRowTiles : 1];

@@ -1,4 +1,4 @@
-// The scan between the two launches of a state kernel whose walk is cut into segments.
+// The scan over segments between the two launches of a state pass.
 
 #include "core/launch.h"
 #include "linear/order2/linear2.h"
@@ -10,7 +10,7 @@ namespace {
 __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a, const int64_t slot_floats) {
   const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= slot_floats) return;
-  // What is left of a sum once a segment's rows are in it.
+  // Decays a sum by the rows of a segment.
   const auto apply_decay = [&](float sum, int segment) {
     const int state = static_cast<int>(index / (slot_floats / a.states()));
     const Work work = locate_segment(a, segment * a.states());

@@ -1,8 +1,8 @@
 // States of the linear algorithm: sums over y rows of features(y) w^T, of e y y^T, and their first-order and constant terms,
 // as exclusive prefixes at chunk boundaries ("snapshots").
 //
-// A warp keeps one 64-feature tile (and, for some warps, one extra octet pair) times kValues value columns in fp32 accumulators and
-// walks y in steps of kTokens: at a boundary it writes the snapshot, then goes on adding.
+// A warp has one 64-feature tile (and, for some warps, one extra octet pair) times kValues value columns in fp32 accumulators and adds y in
+// steps of kTokens. At a boundary it stores the snapshot.
 //
 // shards: FASTMAX_MATH
 
@@ -198,9 +198,9 @@ __device__ __forceinline__ void add_stage(StateWarp<Math, kHeadDim>& s, Loader& 
   }
 }
 
-// A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
-// at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
-// in a launch of their own (linear.h).
+// A launch has the segments from first_segment on. A segment stores snapshots at the boundaries in [begin, end) and, if it is the last one,
+// at its end. The first launch of several segments computes the first one, and sums the rows of the others except the last; these have a
+// launch of their own (StateArgs in linear.h).
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
     linear_state_kernel(const StateArgs a, const int first_segment) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
   const Work work = work_again();
   const int until_boundary = a.chunk_begin(a.first_snapshot(work.begin)) - work.begin;
   if (first_segment > 0 && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
-  int until_snapshot = sums_alone() && !a.decay ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state fades
+  int until_snapshot = sums_alone() && !a.decay ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state decays
 
   StateWarp<Math, kHeadDim> s(a, blockIdx.x % Tile::kBlocks);
   RowWalk<Tile, Math, kHeadDim> loader(a, work, s.first_value, ring);
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
     }
     f(s.count, saved[(Tile::kAccumulators - 1) * Tile::kThreads]);
   };
-  // Before the rows of the chunk that begins at a virtual row. What it fades by was looked up at the one before it.
+  // Before the rows of the chunk that begins at a virtual row. Its decay was looked up one chunk earlier.
   const auto carry_of = [&](int row) {
     const int state = block_again() / Tile::kBlocks % a.states(), chunk = a.decay.edge_at(a, row);
     return chunk < a.decay.chunks ? __ldg(a.decay.carries + static_cast<int64_t>(state) * a.decay.chunks + chunk) : 0.f;
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
   if (stores && work.begin > 0) {
     const int segment = segment_again();
     for_each_accumulator(segment == 0 ? 0 : 1 + segment, [](float& accumulator, const float& saved) { accumulator = saved; });
-    // Between phases a walk goes on at a chunk that has its snapshot already, but is not faded.
+    // A later phase continues at a chunk whose snapshot is stored, but whose decay is not yet applied.
     if (a.decay && until_snapshot > 0 && a.decay.begins_chunk(a, work.begin)) until_snapshot = 0, stores = false;
   }
   if (a.decay) next_carry = carry_of(work.begin + until_snapshot / a.y_group * Tile::kTokens);

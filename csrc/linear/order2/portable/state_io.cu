@@ -1,4 +1,4 @@
-// A carried state to and from the accumulators of the state kernel.
+// Conversion of a carried state to and from the accumulators of the state kernel.
 //
 // shards: FASTMAX_MATH
 

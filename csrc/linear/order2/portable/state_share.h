@@ -1,4 +1,4 @@
-// How the warps of the state kernel share the sums of a state, and where their accumulators lie in memory.
+// Shares of a state for the warps of the state kernel, and the layout of their accumulators in memory.
 #pragma once
 
 #include "linear/order2/features.h"

@@ -1,12 +1,12 @@
-// What a block of x rows multiplies, as one stream of shared-memory stages: the octet pairs of the snapshot before its chunk
-// (second moment of y, first order, tiles), then the rows of its own chunk and their values.
+// The operands of a block of x rows as one stream of shared-memory stages: the octet pairs of the snapshot before its chunk (second moment
+// of y, first order, tiles), then the intra-chunk rows of y and their values.
 #pragma once
 
 #include "linear/order2/features.h"
 
 namespace fastmax {
 
-// A block's x rows: `rows` of one x head from `row` on, all in one chunk. Blocks with the most rows in their own chunk come first.
+// A block's x rows: `rows` of one x head from `row` on, all in one chunk. Blocks with the most intra-chunk rows come first.
 struct RowBlock {
   int x_head_index;  // (batch, x head) flattened
   int batch, x_head, kv_head;
@@ -34,9 +34,8 @@ __device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8]
   }
 }
 
-// kThreads: of a block; some have fewer. kHasDecay: whether the walk does. kAdds: a state is added to the snapshot, stage by stage; every
-// thread adds to what it copied itself, before the barrier that shows it to the others. Not where the walk fades, and blocks then have
-// kThreads.
+// kThreads: of a block; some have fewer. kHasDecay: whether the pass has decays. kAdds: a state is added to the snapshot, stage by stage;
+// every thread adds to what it copied itself, before the barrier that publishes it. Only without decays and in blocks of kThreads.
 template <class Math, int kHeadDim, int kStages, int kThreads, bool kHasDecay, bool kAdds = false>
 struct RowStream {
   using Layout = StateLayout<Math, kHeadDim>;
@@ -51,11 +50,11 @@ struct RowStream {
   const RowScale& scale;
   const RowBlock& at;
   const char* snapshot;
-  const char* added = nullptr;  // what is added to it
+  const char* added = nullptr;  // the state that is added to the snapshot
   uint32_t ring;
   uint32_t added_ring = 0;         // a stage less than the ring
   int first_pair;                  // of the snapshot's plain pairs, those before the tiles
-  int state_stages, total_stages;  // of the snapshot, and with the own chunk's
+  int state_stages, total_stages;  // of the snapshot, and with the intra-chunk ones
   int stage = 0;                   // the next one
 
   // moment: whether the second moment of y is wanted.
@@ -102,7 +101,7 @@ struct RowStream {
       ptx::store_shared_u32x4(to + i * kStep, x[i]);
     }
   }
-  // Of stage `index`, whose copies by this thread have arrived; nothing behind the snapshot's.
+  // Adds the state to stage `index`, whose copies by this thread have arrived; nothing to stages behind the snapshot.
   __device__ __forceinline__ void add_to_stage(int index) const {
     if constexpr (kAdds) {
       if (index >= state_stages) return;
@@ -120,13 +119,13 @@ struct RowStream {
     }
   }
 
-  // Virtual index of the own chunk's first y row.
+  // The virtual row of the chunk's first y row.
   __device__ __forceinline__ int own_begin() const { return p.chunk_begin(at.chunk); }
   __device__ __forceinline__ int plain_pairs() const { return Layout::kTilePair - first_pair; }
   __device__ __forceinline__ int moment_pairs() const { return Layout::kLinearPair - first_pair; }
   __device__ __forceinline__ int plain_stages() const { return (plain_pairs() + Stage::kPairs - 1) / Stage::kPairs; }
 
-  // The first row of a stage of the own chunk, counted from the chunk's first; the y heads of a group take turns.
+  // The first row of an intra-chunk stage, counted from the chunk's first; the y heads of a group take turns.
   __device__ __forceinline__ int k_start(int key_stage) const {
     return (p.y_group == 1 ? key_stage : key_stage / p.y_group) * Stage::kKeys;
   }

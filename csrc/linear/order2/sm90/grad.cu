@@ -1,4 +1,4 @@
-// Gradients by states on Hopper, by wgmma and TMA, at head dims up to 64 with grad_v and grad_k from one load of every tile:
+// Gradient kernels of order 2 on Hopper, by wgmma and TMA. At head dims up to 64 one kernel computes grad_v and grad_k:
 //
 //   pass (Grads)      x    x2    y    y2    e of   time       result
 //   kQueries          q    g     k    v     x      forward    grad_q = sum (g0 + g1 x.y) (x2.y2 + e) y
@@ -12,11 +12,13 @@
 // accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
 // gradient is rotated by two blocks after every two stars; at head dim 128 it lies in shared memory. grad_v += features(x) T runs beside it.
 //
-// Where rows fade, what is read of the state fades with each row of x, and the sum over the pairs of a row, p = f(x.y) (x2.y2 + e), comes
-// beside the gradient (portable/grad.cu). Sums of pairs wait in shared memory while there are tiles.
+// With decays, the inter-chunk part of each row of x is multiplied by its decay, and the kernel also computes the sum over the pairs of a
+// row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
 //
-// The second moment needs no tiles of pairs: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
-// weights in registers as operands of the next two.
+// The second moment needs no tiles of pairs: sum e y y^T is one product. Intra-chunk: scores and x2 . y2 by two products, whose weights are
+// operands of the next two in registers.
+//
+// Roles: a producer thread fills a ring of stages, two consumer warpgroups compute. With grad_v, the consumers issue the loads themselves.
 
 #include <algorithm>
 #include <type_traits>
@@ -39,7 +41,7 @@ template <int kHeadDim>
 struct GradTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
-  // A warpgroup more issues loads; but grad_v needs all registers, and the warps that compute take turns.
+  // One more warpgroup has the producer. With grad_v all registers are needed, and the consumers issue loads in turn.
   static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
@@ -47,7 +49,7 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kStageBytes = 2 * State::kTileBytes;
   static constexpr int kStateStages = State::kTiles / 2;
   static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
-  // The gradient while there are tiles of pairs: in registers, or of wide heads, where it would take half of them, in fp32 in shared memory.
+  // Where the gradient is while tiles of pairs are added: in registers, or for wide heads, where it would take half of them, in shared memory.
   static constexpr bool kSumsInShared = kHeadDim == 128;
   static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
 
@@ -56,7 +58,7 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
   static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
   static constexpr int kPairSums = kSumsAt + kWarpgroups * kSumBytes;  // of rows
-  // How tiles of x, and of y of each stage, fade. Of wide heads it is read from memory.
+  // Decays of tiles of x, and of y of each stage. For wide heads they are read from memory.
   static constexpr int kDecayBytes = kSumsInShared ? 0 : static_cast<int>(sizeof(DecayTile));
   static constexpr int kXDecay = kPairSums + kRows * 4, kYDecay = kXDecay + kXBuffers * kWarpgroups * kDecayBytes;
   static constexpr int kXFull = kYDecay + kStages * kDecayBytes;
@@ -72,40 +74,43 @@ struct GradMaps {
   CUtensorMap x, x2, y, y2, grad, values;
 };
 
+// What all roles of a block share: the arguments, the layout of shared memory, and the loads of tiles. A stage holds two tiles of a
+// snapshot, or for the intra-chunk part a tile of y and one of y2, the y heads of a state in turn. Members are references to variables of
+// the kernel: the compiler then allocates registers as for lambdas.
 template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
-__global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
-    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
-                            const ItemsOfRows items) {
+struct GradBlock {
   using Tile = GradTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
-  using Rows = Operand<RowTile>;
-  using Products = Wgmma<Bf16, kHeadDim>;
-  using Scores = Wgmma<Bf16, 64>;
-  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
-  constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
-  constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
-  constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
-  constexpr bool kHasDecay = kDecayKind != DecayKind::kNone, kDecays = kDecayKind == DecayKind::kDecays;
-  constexpr int kDecayBytes = kHasDecay ? Tile::kDecayBytes : 0;
-  extern __shared__ uint8_t shared[];
-  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
-  const uint32_t x_full = stages_at + Tile::kXFull;
-  const Ring<kStages> ring(stages_at + Tile::kBarriers);
-  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, warpgroup = warp / 4;
-  if (threadIdx.x == 0) {
-    ring.init(4 * kWarpgroups);
-    for (int i = 0; i < kWarpgroups * Tile::kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
+  static constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
+  static constexpr bool kHasDecay = kDecayKind != DecayKind::kNone, kDecays = kDecayKind == DecayKind::kDecays;
+  static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
+  static constexpr int kDecayBytes = kHasDecay ? Tile::kDecayBytes : 0;
 
-  // A stage: two tiles of a snapshot; or a tile of y and one of y2, the heads of y in turn.
-  const auto load_snapshot = [&](RingPosition at, const char* source) {
+  const GradMaps& maps;
+  const GradArgs& a;
+  const ItemsOfRows& items;
+  const uint32_t &stages_at, &x_at, &scales_at, &x_full;
+  const Ring<kStages>& ring;
+  const int &warp, &lane, &warpgroup;
+
+  __device__ __forceinline__ void init_barriers() const {
+    if (threadIdx.x == 0) {
+      ring.init(4 * kWarpgroups);
+      for (int i = 0; i < kWarpgroups * Tile::kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ uint32_t stage(RingPosition at) const { return stages_at + at.stage * Tile::kStageBytes; }
+
+  __device__ __forceinline__ void load_snapshot(RingPosition at, const char* source) const {
     ring.wait_until_empty(at);
     ring.expect(at, Tile::kStageBytes);
     ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source, Tile::kStageBytes, ring.full(at));
-  };
-  const auto load_own = [&](RingPosition at, int own, int first_token, int first_y_head, int batch) {
+  }
+
+  __device__ __forceinline__ void load_own(RingPosition at, int own, int first_token, int first_y_head, int batch) const {
     const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
     const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
     ring.wait_until_empty(at);
@@ -120,77 +125,22 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       ptx::bulk_load(scales_at + at.stage * kScaleBytes,
                      tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * a.y_group + y_head, token), kScaleBytes, ring.full(at));
     }
-  };
-  if (!kValues && warpgroup == kWarpgroups) {
-    ptx::fewer_registers<Tile::kProducerRegisters>();
-    if (warp != 4 * kWarpgroups || lane != 0) return;
-    RingPosition at;
-    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
-      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
-      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
-        load_snapshot(at, source.snapshot + i * Tile::kStageBytes);
-      }
-      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
-        load_own(at, own, source.token, source.y_head, source.batch);
-      }
-    }
-    return;
-  }
-  if constexpr (!kValues) ptx::more_registers<Tile::kConsumerRegisters>();
-
-  // With values: loads are issued kAhead stages before they are needed, one for each stage that is used.
-  constexpr int kAhead = kStages - 2;
-  const SourceQueue queue{stages_at + Tile::kQueues + warp * SourceQueue::kBytes};
-  const auto put_source = [&](int item) {  // the block's, by any lane
-    queue.put(item, ItemSource(a, items, blockIdx.x + item * gridDim.x, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes));
-  };
-  struct {
-    int item, stage, stages, count;
-  } loads = {0, 0, 0, 0};
-  const auto load_stage = [&] {
-    if (!kValues || loads.stages == 0) return;
-    if (lane == 0 && warp == loads.count % Tile::kWarps) {
-      const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
-      const int own = loads.stage - queue.state_stages(loads.item);
-      if (own < 0) load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
-      else load_own(at, own, queue.token(loads.item), queue.y_head(loads.item), queue.batch(loads.item));
-    }
-    __syncwarp();
-    ++loads.count;
-    if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
-  };
-  // The same where the stage kAhead from here is of the item's snapshot too. Where rows fade, and each place that loads can load
-  // everything, there are more instructions than a cache of them holds (128 KB).
-  constexpr int kLongStages = 1 + kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
-  constexpr bool kLongLoadState = kHasDecay && kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
-  const auto load_state_stage = [&] {
-    if constexpr (kLongLoadState) {
-      if (lane == 0 && warp == loads.count % Tile::kWarps) {
-        const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
-        load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
-      }
-      __syncwarp();
-      ++loads.count, ++loads.stage;
-    } else {
-      load_stage();
-    }
-  };
-  if constexpr (kValues) {
-    if (lane < SourceQueue::kItems - 1) put_source(lane);
-    __syncwarp();
-    loads.stages = queue.stages(0);
-    for (int i = 0; i < kAhead; ++i) load_stage();
   }
 
-  [[maybe_unused]] const auto x_decay_at = [&](int buffer) {
+  // The buffers of x and x2, their decays and their barrier, of this thread's warpgroup.
+  __device__ __forceinline__ uint32_t x_tile(int buffer) const { return x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes; }
+  __device__ __forceinline__ uint32_t x_decay_at(int buffer) const {
     return static_cast<uint32_t>(stages_at + Tile::kXDecay + (kWarpgroups * buffer + warpgroup) * kDecayBytes);
-  };
-  const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
+  }
+  __device__ __forceinline__ uint32_t x_barrier(int buffer) const { return x_full + 8 * (kWarpgroups * buffer + warpgroup); }
+
+  // Loads x and x2 of a work tile; count: how many tiles the block had before. By one thread of the warpgroup.
+  __device__ __forceinline__ void load_x(int index, int count) const {
     if (index >= items.count) return;
     const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % Tile::kXBuffers;
-    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
-    const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
+    const uint32_t barrier = x_barrier(buffer);
+    const uint32_t x = x_tile(buffer);
     const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
     prefetch_sums<Tile::kSums>(a, a.sums, item);
     ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kDecayBytes);
@@ -200,596 +150,819 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     }
     RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
     RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
-  };
-  if (threadIdx.x % 128 == 0) {
-    for (int i = 0; i < Tile::kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+  }
+};
+
+// The producer: one thread that fills the ring of stages. Without grad_v; with it the consumers issue the loads (StageLoads).
+template <class Block>
+__device__ __forceinline__ void produce(const Block& b) {
+  using Tile = typename Block::Tile;
+  ptx::fewer_registers<Tile::kProducerRegisters>();
+  if (b.warp != 4 * Block::kWarpgroups || b.lane != 0) return;
+  RingPosition at;
+  for (int index = blockIdx.x; index < b.items.count; index += gridDim.x) {
+    const ItemSource source(b.a, b.items, index, b.a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+    for (int i = 0; i < source.state_stages; ++i, at.template advance<Block::kStages>()) {
+      b.load_snapshot(at, source.snapshot + i * Tile::kStageBytes);
+    }
+    for (int own = 0; own < source.own_stages; ++own, at.template advance<Block::kStages>()) {
+      b.load_own(at, own, source.token, source.y_head, source.batch);
+    }
+  }
+}
+
+// Loads that the consumers issue, the warps in turn: kAhead stages before they are needed, one for each stage that is used.
+// The next load: stage `stage` of `stages` of the block's work tile `item`; count: stages of all work tiles before it.
+struct LoadPosition {
+  int count, stages, stage, item;
+};
+template <class Block>
+struct StageLoads {
+  using Tile = typename Block::Tile;
+  static constexpr int kStages = Block::kStages, kAhead = kStages - 2;
+  // Whether load_state_stage knows that its stage is of a snapshot. With decays, code that can load everything at each place would need
+  // more instructions than a cache of them holds (128 KB).
+  static constexpr int kLongStages = 1 + Tile::kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
+  static constexpr bool kLongLoadState =
+      Block::kHasDecay && Block::kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
+
+  const Block b;
+  const SourceQueue& queue;
+  LoadPosition& next;
+
+  __device__ __forceinline__ StageLoads(const Block& b, const SourceQueue& queue, LoadPosition& next) : b(b), queue(queue), next(next) {}
+
+  // By any lane.
+  __device__ __forceinline__ void put_source(int item) const { 
+    queue.put(item, ItemSource(b.a, b.items, blockIdx.x + item * gridDim.x, b.a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes));
   }
 
-  const int w4 = warp % 4, t = lane % 4, g = lane / 4, row = 16 * w4 + g;
-  RingPosition at;
-  const auto stage = [&] { return stages_at + at.stage * Tile::kStageBytes; };
-  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
-  for (int count = 0;; ++count) {
-    const int index = blockIdx.x + count * gridDim.x;
-    if (index >= items.count) break;
-    const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
-    const ItemsOfRows::Item item = items.at(a, index);
+  __device__ __forceinline__ void begin() {
+    if (b.lane < SourceQueue::kItems - 1) put_source(b.lane);
+    __syncwarp();
+    next.stages = queue.stages(0);
+    for (int i = 0; i < kAhead; ++i) load_stage();
+  }
+
+  __device__ __forceinline__ void load_stage() {
+    if (!Block::kValues || next.stages == 0) return;
+    if (b.lane == 0 && b.warp == next.count % Tile::kWarps) {
+      const RingPosition at{next.count % kStages, static_cast<uint32_t>(next.count / kStages % 2)};
+      const int own = next.stage - queue.state_stages(next.item);
+      if (own < 0) b.load_snapshot(at, queue.snapshot(next.item) + next.stage * Tile::kStageBytes);
+      else b.load_own(at, own, queue.token(next.item), queue.y_head(next.item), queue.batch(next.item));
+    }
+    __syncwarp();
+    ++next.count;
+    if (++next.stage == next.stages) next.stage = 0, next.stages = queue.stages(++next.item);
+  }
+
+  // The same where the next.stage kAhead from here is of the work tile's snapshot too.
+  __device__ __forceinline__ void load_state_stage() {
+    if constexpr (kLongLoadState) {
+      if (b.lane == 0 && b.warp == next.count % Tile::kWarps) {
+        const RingPosition at{next.count % kStages, static_cast<uint32_t>(next.count / kStages % 2)};
+        b.load_snapshot(at, queue.snapshot(next.item) + next.stage * Tile::kStageBytes);
+      }
+      __syncwarp();
+      ++next.count, ++next.stage;
+    } else {
+      load_stage();
+    }
+  }
+};
+
+// A star of tiles of pairs for rows `row` and `row + 8` of x: its block of columns of x, and what its tiles add to that block.
+template <class RowTile, bool kValues>
+struct Star {
+  float x[2][8], sum[2][8];
+  uint32_t scalar[kValues ? 2 : 1][8];  // x in bf16, twice in a word: scalars of features
+
+  __device__ __forceinline__ void load(uint32_t x_tile, int row, int star) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t columns[4];
+      ptx::load_shared_u32x4(columns, x_tile + RowTile::chunk_offset(row + 8 * r, star));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[r][2 * i] = ptx::low_bf16(columns[i]), x[r][2 * i + 1] = ptx::high_bf16(columns[i]);
+        if constexpr (kValues) scalar[r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalar[r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+        sum[r][2 * i] = sum[r][2 * i + 1] = 0.f;
+      }
+    }
+  }
+
+  // The product rule for a tile. w: its W; base: the other block of x, as ldmatrix reads it; gradient: the registers of that block.
+  __device__ __forceinline__ void add_products(const float* w, float* gradient, const uint32_t* base) {
+    const float b0 = ptx::low_bf16(base[0]), b1 = ptx::high_bf16(base[0]);
+    const float b2 = ptx::low_bf16(base[1]), b3 = ptx::high_bf16(base[1]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      gradient[0] = fmaf(x[0][i], w[4 * i], gradient[0]), gradient[1] = fmaf(x[0][i], w[4 * i + 1], gradient[1]);
+      gradient[2] = fmaf(x[1][i], w[4 * i + 2], gradient[2]), gradient[3] = fmaf(x[1][i], w[4 * i + 3], gradient[3]);
+      sum[0][i] = fmaf(b1, w[4 * i + 1], fmaf(b0, w[4 * i], sum[0][i]));
+      sum[1][i] = fmaf(b3, w[4 * i + 3], fmaf(b2, w[4 * i + 2], sum[1][i]));
+    }
+  }
+
+  // Adds the star's sums to the gradient of its own block: reduced over the lanes of a row, each of which keeps its two columns.
+  __device__ __forceinline__ void add_to(float* gradient, int t) const {
+    const bool upper = t & 2, odd = t & 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = (upper ? sum[r][i + 4] : sum[r][i]) + __shfl_xor_sync(0xffffffffu, upper ? sum[r][i] : sum[r][i + 4], 2);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        gradient[2 * r + i] += (odd ? v[i + 2] : v[i]) + __shfl_xor_sync(0xffffffffu, odd ? v[i] : v[i + 2], 1);
+      }
+    }
+  }
+};
+
+// A consumer: one of the two warpgroups that compute, each for its 64 rows of every work tile of the block.
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
+struct GradConsumer {
+  using Block = GradBlock<kHeadDim, kGrads, kDecayKind>;
+  using Tile = typename Block::Tile;
+  using RowTile = typename Block::RowTile;
+  using Rows = Operand<RowTile>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  using Scores = Wgmma<Bf16, 64>;
+  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
+  using Item = ItemsOfRows::Item;
+  // A copy or a reference: the choice orders instructions, and this one is what was measured.
+  using Position = std::conditional_t<Tile::kSumsInShared && !Block::kHasDecay, RingPosition, RingPosition&>;
+  static constexpr bool kBack = Block::kBack, kValues = Block::kValues, kHasDecay = Block::kHasDecay, kDecays = Block::kDecays;
+  static constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
+  static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kDecayBytes = Block::kDecayBytes;
+
+  // A work tile: the warpgroup's rows in shared memory, and its accumulators in registers. Only the number of the work tile stays in a
+  // register: its Item is computed again where it is needed.
+  struct WorkTile {
+    const int& count;
+    uint32_t x, x2;
+    float (&grad)[kHeadDim / 2];
+    float (&values)[kValues ? kHeadDim / 2 : 1];
+    float (&x_e)[2];
+  };
+
+  const Block b;
+  const GradArgs& a;
+  const View& values_out;
+  StageLoads<Block> loads;
+  const int w4, t, g, row;
+  Position at;
+
+  __device__ __forceinline__ GradConsumer(const Block& b, const View& values_out, StageLoads<Block>& loads, RingPosition& at)
+      : b(b), a(b.a), values_out(values_out), loads(loads), at(at), w4(b.warp % 4), t(b.lane % 4), g(b.lane / 4), row(16 * w4 + g) {}
+
+  __device__ __forceinline__ void run() {
+    for (int count = 0;; ++count) {
+      const int index = blockIdx.x + count * gridDim.x;
+      if (index >= b.items.count) break;
+      compute(count, index);
+    }
+    if (w4 == 0 && b.lane == 0) ptx::bulk_wait<0>();
+  }
+
+  __device__ __forceinline__ void compute(const int& count, int index) {
+    const Item item = b.items.at(a, index);
     if constexpr (kValues) {
       __syncwarp();
-      if (lane == 0) put_source(count + SourceQueue::kItems - 1);
+      if (b.lane == 0) loads.put_source(count + SourceQueue::kItems - 1);
       __syncwarp();
     }
     const int buffer = count % Tile::kXBuffers;
     const bool has_state = a.has_state(item.chunk);
-    const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
+    const uint32_t x = b.x_tile(buffer), x2 = x + kTileBytes;
     float grad[kHeadDim / 2], values[kValues ? kHeadDim / 2 : 1], x_e[2] = {0.f, 0.f};
-    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
+    ptx::mbarrier_wait(b.x_barrier(buffer), count / Tile::kXBuffers % 2);
     // Lanes may leave the wait apart, and nothing before the first product brings them together: but one of them issues loads there, by
     // uniform registers, which the others would write to meanwhile.
     if constexpr (kValues) __syncwarp();
-    const auto load_x_e = [&](const ItemsOfRows::Item& item) {
-      if (kBack) return;
-      const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int x_row = item.row + warpgroup * kTileRows + row + 8 * r;
-        x_e[r] = x_row < a.nx ? e[x_row] : 0.f;
-      }
-    };
-
-    // Of rows row and row + 8 of x, or of x2 behind it, two columns of block j. Where they lie is worked out at each use of this: from one
-    // to the next it would take registers of the loops between.
-    const auto lane_columns = [&] {
-      return [first = x + 4 * t, own_row = static_cast<int>(ptx::keep_in_register(row))](int r, int j, int behind = 0) {
-        const uint32_t pair = ptx::load_shared_u32(first + RowTile::chunk_offset(own_row + 8 * r, j) + behind);
-        return make_float2(ptx::low_bf16(pair), ptx::high_bf16(pair));
-      };
-    };
-    const auto pair_sum_at = [&](int r) { return stages_at + Tile::kPairSums + (warpgroup * kTileRows + row + 8 * r) * 4; };
+    const WorkTile tile{count, x, x2, grad, values, x_e};
     if (has_state) {
-      // Second moment and first order.
-      {
-        load_x_e(item);
-        ring.wait_until_full(at), load_state_stage();
-        const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
-        float m[kHeadDim / 2];
-        wgmma_fence();
-        Products::template ss_first<Major::kK, Major::kMN>(m, x_operand.k_major(0), moment.mn_major(0));
-#pragma unroll
-        for (int k = 1; k < kSteps; ++k) {
-          Products::template ss<Major::kK, Major::kMN>(m, x_operand.k_major(k), moment.behind(k / 4 * kTileBytes).mn_major(k % 4));
-        }
-        if constexpr (Tile::kPanels == 2) {
-          wgmma_commit();
-          wgmma_wait<0>();
-          ring.release(at, lane);
-          at.template advance<kStages>();
-          ring.wait_until_full(at);
-          wgmma_fence();
-        }
-        const Rows linear(stage() + (Tile::kPanels == 1 ? kTileBytes : 0));
-#pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has as many columns of y
-          constexpr int kPanelSums = Tile::kPanelCols / 2;
-          float(&of_panel)[kPanelSums] = reinterpret_cast<float(&)[kPanelSums]>(grad[kPanelSums * panel]);
-          const Rows features = linear.behind(panel * kTileBytes);
-          Panel::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
-#pragma unroll
-          for (int k = 1; k < kSteps; ++k) Panel::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
-        }
-        if constexpr (kValues) {
-          Products::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
-#pragma unroll
-          for (int k = 1; k < kSteps; ++k) Products::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        keep(m), keep(grad);
-        if constexpr (kValues) keep(values);
-        ring.release(at, lane);
-        at.template advance<kStages>();
-        const float* state_sums = a.sums + item.slot * Tile::kSums;
-        // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings further down.
-        [[maybe_unused]] const auto columns = lane_columns();
-        [[maybe_unused]] float order0[2] = {0.f, 0.f}, order1[2] = {0.f, 0.f};
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
-          [[maybe_unused]] float2 w;
-          if constexpr (kValues || kDecays) w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float e = kBack ? 1.f : x_e[r];
-            float &grad0 = grad[4 * j + 2 * r], &grad1 = grad[4 * j + 2 * r + 1];
-            if constexpr (kDecays) {
-              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
-              order0[r] = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0[r]));
-              order1[r] = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad0), order1[r]);
-              order1[r] = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad1), order1[r]);
-            }
-            grad0 += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
-            grad1 += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
-            if constexpr (kValues) {
-              values[4 * j + 2 * r] = fmaf(a.c0, w.x, values[4 * j + 2 * r]);
-              values[4 * j + 2 * r + 1] = fmaf(a.c0, w.y, values[4 * j + 2 * r + 1]);
-            }
-          }
-        }
-        if constexpr (kDecays) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            if (t == 0) order0[r] += (kBack ? 1.f : x_e[r]) * state_sums[Tile::kSumOne];
-            const float sum = quad_sum(fmaf(a.c0, order0[r], 0.5f * order1[r]));
-            if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
-          }
-        }
-      }
-
-      // Tiles of pairs, two stars a pass.
-      const Rows x2_operand(x2);
-      float star_x[2][8], star_sum[2][8];
-      uint32_t scalar[kValues ? 2 : 1][8];
-      const auto load_star = [&](int star) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint32_t columns[4];
-          ptx::load_shared_u32x4(columns, x + RowTile::chunk_offset(row + 8 * r, star));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            star_x[r][2 * i] = ptx::low_bf16(columns[i]), star_x[r][2 * i + 1] = ptx::high_bf16(columns[i]);
-            if constexpr (kValues) scalar[r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalar[r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
-            star_sum[r][2 * i] = star_sum[r][2 * i + 1] = 0.f;
-          }
-        }
-      };
-      // Of a tile: base is what ldmatrix read of x's other block, gradient the registers of that block.
-      const auto add_products = [&](const float* w, float* gradient, const uint32_t* base) {
-        const float b0 = ptx::low_bf16(base[0]), b1 = ptx::high_bf16(base[0]);
-        const float b2 = ptx::low_bf16(base[1]), b3 = ptx::high_bf16(base[1]);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          gradient[0] = fmaf(star_x[0][i], w[4 * i], gradient[0]), gradient[1] = fmaf(star_x[0][i], w[4 * i + 1], gradient[1]);
-          gradient[2] = fmaf(star_x[1][i], w[4 * i + 2], gradient[2]), gradient[3] = fmaf(star_x[1][i], w[4 * i + 3], gradient[3]);
-          star_sum[0][i] = fmaf(b1, w[4 * i + 1], fmaf(b0, w[4 * i], star_sum[0][i]));
-          star_sum[1][i] = fmaf(b3, w[4 * i + 3], fmaf(b2, w[4 * i + 2], star_sum[1][i]));
-        }
-      };
-      // What a star's tiles gave its own block: summed over the lanes of a row, each of which keeps its two columns.
-      const auto add_star = [&](float* gradient) {
-        const bool upper = t & 2, odd = t & 1;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float v[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            v[i] = (upper ? star_sum[r][i + 4] : star_sum[r][i]) + __shfl_xor_sync(0xffffffffu, upper ? star_sum[r][i] : star_sum[r][i + 4], 2);
-          }
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            gradient[2 * r + i] += (odd ? v[i + 2] : v[i]) + __shfl_xor_sync(0xffffffffu, odd ? v[i] : v[i + 2], 1);
-          }
-        }
-      };
-      const auto rotate = [&] {
-        float first[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) first[i] = grad[i];
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2 - 8; ++i) grad[i] = grad[i + 8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) grad[kHeadDim / 2 - 8 + i] = first[i];
-      };
-      // kTiles: of each of the two stars, star and star + 1; tile u of the pass is (star + u / kTiles, that + u % kTiles).
-      const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
-        ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % kBlocks));
-      };
-      // Without grad_v, up to head dim 64: W of a stage at a time, two of them in flight.
-      const auto pass = [&](auto tiles, int star) {
-        constexpr int kTiles = decltype(tiles)::value;
-        float w[2][64];
-        uint32_t base[2][2];
-        RingPosition used = at;
-        const auto issue = [&](int i) {
-          used = at;
-          ring.wait_until_full(at);
-          const Rows features(stage());  // of both tiles of the stage
-          at.template advance<kStages>();
-          wgmma_fence();
-          Wgmma<Bf16, 128>::template ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
-#pragma unroll
-          for (int k = 1; k < kSteps; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
-          wgmma_commit();
-        };
-        load_star(star);
-        issue(0);
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          const RingPosition own = used;
-#pragma unroll
-          for (int j = 0; j < 2; ++j) load_base(base[j], star, (2 * i + j) / kTiles + (2 * i + j) % kTiles);
-          if (i + 1 < kTiles) issue(i + 1), wgmma_wait<1>();
-          else wgmma_wait<0>();
-          keep(w[i % 2]);
-          ring.release(own, lane);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int u = 2 * i + j;
-            add_products(w[i % 2] + 32 * j, grad + 4 * (u / kTiles + u % kTiles), base[j]);
-            if (u % kTiles == kTiles - 1) {
-              add_star(grad + 4 * (u / kTiles));
-              if (u + 1 < 2 * kTiles) load_star(star + 1);
-            }
-          }
-        }
-        rotate();
-      };
-      // W and grad_v in turn: the products of W run on the CUDA cores while those of grad_v run on the tensor cores.
-      const auto pass_with_values = [&](auto tiles, int star) {
-        constexpr int kTiles = decltype(tiles)::value;
-        float w[32];
-        uint32_t base[2], next_base[2], f[16];  // f: features, of the tile whose products with them are in flight
-        Rows features(stages_at);  // of the tile
-        RingPosition used = at;
-        const auto issue_w = [&](int u) {
-          if (u % 2 == 0) {
-            used = at;
-            ring.wait_until_full(at);
-            features = Rows(stage());
-            at.template advance<kStages>();
-          } else {
-            features = features.behind(kTileBytes);
-          }
-          wgmma_fence();
-          Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
-#pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
-          wgmma_commit();
-          if (u % 2 == 0 && kTiles == Tile::star_tiles(0)) load_state_stage();
-          else if (u % 2 == 0) load_stage();
-        };
-        const auto issue_values = [&] {
-          if constexpr (kValues) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) f[4 * k + i] = ptx::multiply_bf16x2(base[i % 2], scalar[i % 2][2 * k + i / 2]);
-            }
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
-            wgmma_commit();
-          }
-        };
-        load_star(star);
-        load_base(base, star, 0);
-        issue_w(0);
-        issue_values();
-#pragma unroll
-        for (int u = 0; u < 2 * kTiles; ++u) {
-          if (u + 1 < 2 * kTiles) load_base(next_base, star, (u + 1) / kTiles + (u + 1) % kTiles);
-          const RingPosition own = used;
-          wgmma_wait<1>();
-          keep(w);
-          add_products(w, grad + 4 * (u / kTiles + u % kTiles), base);
-          if (u % kTiles == kTiles - 1) {
-            add_star(grad + 4 * (u / kTiles));
-            if (u + 1 < 2 * kTiles) load_star(star + 1);
-          }
-          base[0] = next_base[0], base[1] = next_base[1];
-          if (u + 1 < 2 * kTiles) {
-            issue_w(u + 1);
-            wgmma_wait<1>();
-            if (u % 2 == 1) ring.release(own, lane);
-            issue_values();
-          } else {
-            wgmma_wait<0>();
-            ring.release(own, lane);
-          }
-        }
-        rotate();
-        if constexpr (kValues) keep(values);
-      };
-      constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
-      constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
-      if constexpr (!Tile::kSumsInShared) {
-        const auto run = [&](auto tiles, int star) {
-          if constexpr (kValues) pass_with_values(tiles, star);
-          else pass(tiles, star);
-        };
-        // At head dim 32 each loop has one pass. Without loops the compiler would mix passes, and run out of registers (C7512).
-        const int half = kBlocks == 4 ? static_cast<int>(ptx::keep_in_register(kBlocks / 2)) : kBlocks / 2;
-        for (int star = 0; star < half; star += 2) run(kLong, star);
-        for (int star = half; star < kBlocks; star += 2) run(kShort, star);
-      } else {
-        // Of a lane, block after block. While one warpgroup has products on the CUDA cores, the other has its W made.
-        const uint32_t sums_at = stages_at + Tile::kSumsAt + warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
-        const auto sum_of = [&](int block) { return sums_at + block * 128 * 16; };
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          ptx::store_shared_f32x4(sum_of(j), make_float4(grad[4 * j], grad[4 * j + 1], grad[4 * j + 2], grad[4 * j + 3]));
-        }
-        const auto add_to = [&](int block, const auto& add) {
-          const float4 before = ptx::load_shared_f32x4(sum_of(block));
-          float sum[4] = {before.x, before.y, before.z, before.w};
-          add(sum);
-          ptx::store_shared_f32x4(sum_of(block), make_float4(sum[0], sum[1], sum[2], sum[3]));
-        };
-        int half = 0;  // of the stage
-        const auto pass_in_shared = [&](auto tiles, int star) {  // of a star; W of a tile is made beside the products of the one before
-          constexpr int kTiles = decltype(tiles)::value;
-          float w[2][32];
-          const auto issue = [&](float(&w)[32]) {
-            ring.wait_until_full(at);
-            const Rows features(stage() + half * kTileBytes);
-            wgmma_fence();
-            Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
-#pragma unroll
-            for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
-            wgmma_commit();
-          };
-          load_star(star);
-          issue(w[0]);
-#pragma unroll
-          for (int offset = 0; offset < kTiles; ++offset) {
-            const RingPosition own = at;
-            const bool releases = half == 1;
-            if (releases) at.template advance<kStages>();
-            half ^= 1;
-            if (offset + 1 < kTiles) issue(w[(offset + 1) % 2]), wgmma_wait<1>();
-            else wgmma_wait<0>();
-            keep(w[offset % 2]);
-            ring.release(own, lane, releases);
-            uint32_t base[2];
-            load_base(base, star, offset);
-            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[offset % 2], sum, base); });
-          }
-          add_to(star, add_star);
-        };
-        for (int star = 0; star < kBlocks / 2; ++star) pass_in_shared(kLong, star);
-        for (int star = kBlocks / 2; star < kBlocks; ++star) pass_in_shared(kShort, star);
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          const float4 sum = ptx::load_shared_f32x4(sum_of(j));
-          grad[4 * j] = sum.x, grad[4 * j + 1] = sum.y, grad[4 * j + 2] = sum.z, grad[4 * j + 3] = sum.w;
-        }
-      }
+      add_moments(item, tile);
+      add_pairs(tile);
     } else {
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) grad[i] = 0.f;
-      if constexpr (kValues) {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) values[i] = 0.f;
-      }
+      clear(tile);
     }
     keep(grad);
     if constexpr (kValues) keep(values);
 
-    // What is left of earlier chunks.
     [[maybe_unused]] WalkSum x_sums[2];
     [[maybe_unused]] float pairs[2] = {0.f, 0.f};  // this lane's part of the sums of pairs
-    const auto x_decay = [&](const ItemsOfRows::Item& item) {
-      if constexpr (kDecayBytes != 0) {
-        return SharedDecayTile{x_decay_at(static_cast<int>(ptx::keep_in_register(count)) % Tile::kXBuffers)};
-      } else {
-        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-        return GlobalDecayTile{decay_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows))};
-      }
+    if constexpr (kHasDecay) decay_inter_chunk(tile, has_state, x_sums, pairs);
+    add_intra_chunk(tile, x_sums, pairs);
+    store(tile, pairs);
+  }
+
+  __device__ __forceinline__ uint32_t stage() const { return b.stage(at); }
+  __device__ __forceinline__ Item item_again(const WorkTile& tile) const {
+    return b.items.at(a, blockIdx.x + ptx::keep_in_register(tile.count) * gridDim.x);
+  }
+
+  __device__ __forceinline__ void load_x_e(const Item& item, float (&x_e)[2]) const {
+    if (kBack) return;
+    const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int x_row = item.row + b.warpgroup * kTileRows + row + 8 * r;
+      x_e[r] = x_row < a.nx ? e[x_row] : 0.f;
+    }
+  }
+
+  // Of rows row and row + 8 of x, or of x2 behind it, two columns of block j. Their addresses are computed at each use of this: from
+  // one use to the next they would take registers of the loops between.
+  __device__ __forceinline__ auto lane_columns(uint32_t x) const {
+    return [first = x + 4 * t, own_row = static_cast<int>(ptx::keep_in_register(row))](int r, int j, int behind = 0) {
+      const uint32_t pair = ptx::load_shared_u32(first + RowTile::chunk_offset(own_row + 8 * r, j) + behind);
+      return make_float2(ptx::low_bf16(pair), ptx::high_bf16(pair));
     };
-    if constexpr (kHasDecay) {
-      const auto decay = x_decay(item_again());
-      x_sums[0] = decay.sum(row), x_sums[1] = decay.sum(row + 8);
-      if (has_state) {
-        [[maybe_unused]] const auto columns = lane_columns();
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float factor = decay.since_chunk(row + 8 * r);
-          float of_gradient = 0.f;
-#pragma unroll
-          for (int j = 0; j < kBlocks; ++j) {
-            float2 x_pair;
-            if constexpr (kDecays) x_pair = columns(r, j);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              float& of_column = grad[4 * j + 2 * r + i];
-              if (kDecays) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
-              of_column = decayed(of_column, factor);
-              if constexpr (kValues) values[4 * j + 2 * r + i] = decayed(values[4 * j + 2 * r + i], factor);
-            }
-          }
-          if (kDecays) pairs[r] = decayed(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
-        }
-      }
-    }
+  }
+  __device__ __forceinline__ uint32_t pair_sum_at(int r) const {
+    return b.stages_at + Tile::kPairSums + (b.warpgroup * kTileRows + row + 8 * r) * 4;
+  }
 
-    // The own chunk.
-    {
-      const ItemsOfRows::Item item = item_again();
-      load_x_e(item);
-      const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes);
-      uint32_t slopes[16], weights[kValues ? 16 : 1];
-      RingPosition before;  // the stage before, not yet released
-      bool releases = false;
-      const auto y_decay = [&]([[maybe_unused]] int tile) {  // of the stage's tile of y
-        if constexpr (kDecayBytes != 0) {
-          return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * kDecayBytes)};
-        } else {
-          const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-          return GlobalDecayTile{decay_tile(a, state, a.chunk_begin(item.chunk)) + tile};
-        }
-      };
-      const auto add_tile = [&](auto is_diagonal, auto pair_factors, [[maybe_unused]] int tile) {
-        constexpr bool kDiagonal = decltype(is_diagonal)::value;
-        constexpr PairFactors kFactors = decltype(pair_factors)::value;
-        ring.wait_until_full(at);
-        if constexpr (!kHasDecay) load_stage();
-        const Rows y(stage()), y2 = y.behind(kTileBytes);
-        const uint32_t y_e = scales_at + at.stage * kScaleBytes;
-        float s[32], p[32];
-        wgmma_fence();
-        Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
+  __device__ __forceinline__ void clear(const WorkTile& tile) const {
 #pragma unroll
-        for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
-        Scores::template ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
+    for (int i = 0; i < kHeadDim / 2; ++i) tile.grad[i] = 0.f;
+    if constexpr (kValues) {
 #pragma unroll
-        for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
-        wgmma_commit();
-        const auto weigh = [&](int j, [[maybe_unused]] const float(&factors)[2][2]) {
-          float2 column_e = make_float2(0.f, 0.f);
-          if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            float slope[2], weight[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : x_e[r];
-              // In memory a walk back in time goes from later rows to earlier ones.
-              const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
-              const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
-              float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
-              if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
-              if constexpr (kHasDecay) {
-                centred *= factors[r][i];
-                // A row's pair with its own token does not fade, and does not count.
-                if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
-                f *= factors[r][i];
-              }
-              slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
-              if (kValues) weight[i] = seen ? f : 0.f;
-            }
-            slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
-            if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
-          }
-        };
-        // Before the wait: what is in memory comes beside the products.
-        const PairDecay<kBack, kFactors, decltype(y_decay(0))> decay(y_decay(tile), x_sums[0], x_sums[1]);
-        wgmma_wait<0>();
-        keep(s), keep(p);
-        ring.release(before, lane, releases);
-        decay.for_each_block(weigh);
-        keep(slopes);
-        if constexpr (kValues) keep(weights);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
-        if constexpr (kValues) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        keep(grad);
-        if constexpr (kValues) keep(values);
-        before = at, releases = true;
-        at.template advance<kStages>();
-      };
-      const auto skip_tile = [&] {
-        ring.release(before, lane, releases);  // or the ring would fill up
-        releases = false;
-        ring.wait_until_full(at);
-        if constexpr (!kHasDecay) load_stage();
-        ring.release(at, lane);
-        at.template advance<kStages>();
-      };
-      const int y_group = kBack ? a.y_group : 1;
-      const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + warpgroup) * y_group;
-      const int diagonal_end = min(diagonal + y_group, own_stages);
-      int own = 0;
-      const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
-      // Which factors a tile has is known before its products.
-      constexpr OfPairFactors<PairFactors::kOne> kOne;
-      constexpr OfPairFactors<PairFactors::kRowsAndColumns> kRowsAndColumns;
-      constexpr OfPairFactors<PairFactors::kPairs> kPairs;
-      [[maybe_unused]] WalkSum first_x{};
-      if constexpr (kHasDecay) first_x = x_decay(item).sum(kFirstOfTile<kBack>);
-      for (; own < diagonal && own < own_stages; ++own) {
-        const int tile = tile_at(own);
-        if constexpr (!kHasDecay) {
-          add_tile(std::false_type{}, kOne, tile);
-        } else {
-          if constexpr (kDecayBytes != 0) ring.wait_until_full(at), load_stage();
-          if (is_fully_decayed(first_x, y_decay(tile).sum(kLastOfTile<kBack>))) skip_tile();
-          else if constexpr (kDecays) add_tile(std::false_type{}, kRowsAndColumns, tile);
-          else if (is_whole<kBack>(x_decay(item), y_decay(tile))) add_tile(std::false_type{}, kOne, tile);
-          else add_tile(std::false_type{}, kPairs, tile);
-        }
-      }
-      wgmma_wait<0>();
-      for (; own < diagonal_end; ++own) {
-        const int tile = tile_at(own);
-        if constexpr (!kHasDecay) {
-          add_tile(std::true_type{}, kOne, tile);
-        } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
-          add_tile(std::true_type{}, kPairs, tile);  // of two kinds the compiler would take registers from tiles of the state
-        } else {
-          if constexpr (kDecayBytes != 0) ring.wait_until_full(at), load_stage();
-          const bool is_plain = kDecays ? !is_far<kBack>(y_decay(tile)) : is_whole<kBack>(x_decay(item), y_decay(tile));
-          if (is_plain) add_tile(std::true_type{}, std::conditional_t<kDecays, decltype(kRowsAndColumns), decltype(kOne)>{}, tile);
-          else add_tile(std::true_type{}, kPairs, tile);
-        }
-      }
-      wgmma_wait<0>();
-      for (; own < own_stages; ++own) {  // of the other warpgroup alone
-        if constexpr (kHasDecay) load_stage();
-        skip_tile();
-      }
-      ring.release(before, lane, releases);
+      for (int i = 0; i < kHeadDim / 2; ++i) tile.values[i] = 0.f;
     }
+  }
 
-    // The gradients, into the places of x and x2, and from there to memory.
-    const ItemsOfRows::Item here = item_again();
-    const int token = tile_token(a, a.nx, here.row + warpgroup * kTileRows);
-    keep(grad);
+  // ---- inter-chunk: what the snapshot gives
+
+  // The first accumulators: second moment, first order, and the sums beside the snapshot.
+  __device__ __forceinline__ void add_moments(const Item& item, const WorkTile& tile) {
+    auto& grad = tile.grad;
+    auto& values = tile.values;
+    auto& x_e = tile.x_e;
+    load_x_e(item, x_e);
+    b.ring.wait_until_full(at), loads.load_state_stage();
+    const Rows x_operand(tile.x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
+    float m[kHeadDim / 2];
+    wgmma_fence();
+    Products::template ss_first<Major::kK, Major::kMN>(m, x_operand.k_major(0), moment.mn_major(0));
+#pragma unroll
+    for (int k = 1; k < kSteps; ++k) {
+      Products::template ss<Major::kK, Major::kMN>(m, x_operand.k_major(k), moment.behind(k / 4 * kTileBytes).mn_major(k % 4));
+    }
+    if constexpr (Tile::kPanels == 2) {
+      wgmma_commit();
+      wgmma_wait<0>();
+      b.ring.release(at, b.lane);
+      at.template advance<kStages>();
+      b.ring.wait_until_full(at);
+      wgmma_fence();
+    }
+    const Rows linear(stage() + (Tile::kPanels == 1 ? kTileBytes : 0));
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has as many columns of y
+      constexpr int kPanelSums = Tile::kPanelCols / 2;
+      float(&of_panel)[kPanelSums] = reinterpret_cast<float(&)[kPanelSums]>(grad[kPanelSums * panel]);
+      const Rows features = linear.behind(panel * kTileBytes);
+      Panel::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Panel::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
+    }
+    if constexpr (kValues) {
+      Products::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Products::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep(m), keep(grad);
     if constexpr (kValues) keep(values);
-    if (kBack && a.x_mask.data != nullptr) {
+    b.ring.release(at, b.lane);
+    at.template advance<kStages>();
+    const float* state_sums = a.sums + item.slot * Tile::kSums;
+    // The sums of pairs of orders 0 and 1, less half of order 1, which the gradient adds in decay_inter_chunk.
+    [[maybe_unused]] const auto columns = lane_columns(tile.x);
+    [[maybe_unused]] float order0[2] = {0.f, 0.f}, order1[2] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
+      [[maybe_unused]] float2 w;
+      if constexpr (kValues || kDecays) w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int x_token = token + row + 8 * r;
-        const bool is_dropped = x_token >= 0 && x_token < a.nx && mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
+        const float e = kBack ? 1.f : x_e[r];
+        float &grad0 = grad[4 * j + 2 * r], &grad1 = grad[4 * j + 2 * r + 1];
+        if constexpr (kDecays) {
+          const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
+          order0[r] = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0[r]));
+          order1[r] = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad0), order1[r]);
+          order1[r] = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad1), order1[r]);
+        }
+        grad0 += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
+        grad1 += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
+        if constexpr (kValues) {
+          values[4 * j + 2 * r] = fmaf(a.c0, w.x, values[4 * j + 2 * r]);
+          values[4 * j + 2 * r + 1] = fmaf(a.c0, w.y, values[4 * j + 2 * r + 1]);
+        }
+      }
+    }
+    if constexpr (kDecays) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (t == 0) order0[r] += (kBack ? 1.f : x_e[r]) * state_sums[Tile::kSumOne];
+        const float sum = quad_sum(fmaf(a.c0, order0[r], 0.5f * order1[r]));
+        if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
+      }
+    }
+  }
+
+  // The tiles of pairs, two stars a pass; at head dim 128, whose gradient is in shared memory meanwhile, one.
+  __device__ __forceinline__ void add_pairs(const WorkTile& tile) {
+    const Rows x2_operand(tile.x2);
+    Star<RowTile, kValues> star;
+    constexpr int kLong = Tile::star_tiles(0), kShort = Tile::star_tiles(kBlocks - 1);  // the lower stars have one tile more
+    if constexpr (!Tile::kSumsInShared) {
+      // At head dim 32 each loop has one pass. Without loops the compiler would mix passes, and run out of registers (C7512).
+      const int half = kBlocks == 4 ? static_cast<int>(ptx::keep_in_register(kBlocks / 2)) : kBlocks / 2;
+      for (int s = 0; s < half; s += 2) {
+        if constexpr (kValues) pass_with_values<kLong>(tile, star, x2_operand, s);
+        else pass<kLong>(tile, star, x2_operand, s);
+      }
+      for (int s = half; s < kBlocks; s += 2) {
+        if constexpr (kValues) pass_with_values<kShort>(tile, star, x2_operand, s);
+        else pass<kShort>(tile, star, x2_operand, s);
+      }
+    } else {
+      const uint32_t sums_at = b.stages_at + Tile::kSumsAt + b.warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        ptx::store_shared_f32x4(sums_of_block(sums_at, j),
+                                make_float4(tile.grad[4 * j], tile.grad[4 * j + 1], tile.grad[4 * j + 2], tile.grad[4 * j + 3]));
+      }
+      int half = 0;  // of the stage
+      for (int s = 0; s < kBlocks / 2; ++s) pass_in_shared<kLong>(tile, star, x2_operand, s, half, sums_at);
+      for (int s = kBlocks / 2; s < kBlocks; ++s) pass_in_shared<kShort>(tile, star, x2_operand, s, half, sums_at);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const float4 sum = ptx::load_shared_f32x4(sums_of_block(sums_at, j));
+        tile.grad[4 * j] = sum.x, tile.grad[4 * j + 1] = sum.y, tile.grad[4 * j + 2] = sum.z, tile.grad[4 * j + 3] = sum.w;
+      }
+    }
+  }
+
+  // kTiles: of each of the two stars of a pass, s and s + 1; tile u of the pass is (s + u / kTiles, that + u % kTiles).
+  __device__ __forceinline__ void load_base(uint32_t (&base)[2], const WorkTile& tile, int s, int block) const {
+    ptx::ldmatrix_x2(base, tile.x + RowTile::chunk_offset(16 * w4 + b.lane % 16, (s + block) % kBlocks));
+  }
+
+  // After a pass: the next two stars' blocks come first.
+  __device__ __forceinline__ static void rotate(float (&grad)[kHeadDim / 2]) {
+    float first[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) first[i] = grad[i];
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2 - 8; ++i) grad[i] = grad[i + 8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) grad[kHeadDim / 2 - 8 + i] = first[i];
+  }
+
+  // Without grad_v, up to head dim 64: W of a stage at a time, two of them in flight.
+  __device__ __forceinline__ void issue_stage(float (&w)[64], RingPosition& used, const Rows& x2_operand) {
+    used = at;
+    b.ring.wait_until_full(at);
+    const Rows features(stage());  // of both tiles of the stage
+    at.template advance<kStages>();
+    wgmma_fence();
+    Wgmma<Bf16, 128>::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+    for (int k = 1; k < kSteps; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+    wgmma_commit();
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void pass(const WorkTile& tile, Star<RowTile, kValues>& star, const Rows& x2_operand, int s) {
+    float w[2][64];
+    uint32_t base[2][2];
+    RingPosition used = at;
+    star.load(tile.x, row, s);
+    issue_stage(w[0], used, x2_operand);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const RingPosition own = used;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) load_base(base[j], tile, s, (2 * i + j) / kTiles + (2 * i + j) % kTiles);
+      if (i + 1 < kTiles) issue_stage(w[(i + 1) % 2], used, x2_operand), wgmma_wait<1>();
+      else wgmma_wait<0>();
+      keep(w[i % 2]);
+      b.ring.release(own, b.lane);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int u = 2 * i + j;
+        star.add_products(w[i % 2] + 32 * j, tile.grad + 4 * (u / kTiles + u % kTiles), base[j]);
+        if (u % kTiles == kTiles - 1) {
+          star.add_to(tile.grad + 4 * (u / kTiles), t);
+          if (u + 1 < 2 * kTiles) star.load(tile.x, row, s + 1);
+        }
+      }
+    }
+    rotate(tile.grad);
+  }
+
+  // W and grad_v in turn: the products of W run on the CUDA cores while those of grad_v run on the tensor cores.
+  template <int kTiles>
+  __device__ __forceinline__ void issue_w(float (&w)[32], Rows& features, RingPosition& used, const Rows& x2_operand, int u) {
+    if (u % 2 == 0) {
+      used = at;
+      b.ring.wait_until_full(at);
+      features = Rows(stage());
+      at.template advance<kStages>();
+    } else {
+      features = features.behind(kTileBytes);
+    }
+    wgmma_fence();
+    Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+    for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+    wgmma_commit();
+    if (u % 2 == 0 && kTiles == Tile::star_tiles(0)) loads.load_state_stage();
+    else if (u % 2 == 0) loads.load_stage();
+  }
+  __device__ __forceinline__ void issue_values(const WorkTile& tile, uint32_t (&f)[16], const uint32_t (&base)[2],
+                                               const Star<RowTile, kValues>& star, const Rows& features) const {
+    if constexpr (kValues) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f[4 * k + i] = ptx::multiply_bf16x2(base[i % 2], star.scalar[i % 2][2 * k + i / 2]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(tile.values, f + 4 * k, features.mn_major(k));
+      wgmma_commit();
+    }
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void pass_with_values(const WorkTile& tile, Star<RowTile, kValues>& star, const Rows& x2_operand, int s) {
+    float w[32];
+    uint32_t base[2], next_base[2], f[16];  // f: features, of the tile whose products with them are in flight
+    Rows features(b.stages_at);             // of the tile
+    RingPosition used = at;
+    star.load(tile.x, row, s);
+    load_base(base, tile, s, 0);
+    issue_w<kTiles>(w, features, used, x2_operand, 0);
+    issue_values(tile, f, base, star, features);
+#pragma unroll
+    for (int u = 0; u < 2 * kTiles; ++u) {
+      if (u + 1 < 2 * kTiles) load_base(next_base, tile, s, (u + 1) / kTiles + (u + 1) % kTiles);
+      const RingPosition own = used;
+      wgmma_wait<1>();
+      keep(w);
+      star.add_products(w, tile.grad + 4 * (u / kTiles + u % kTiles), base);
+      if (u % kTiles == kTiles - 1) {
+        star.add_to(tile.grad + 4 * (u / kTiles), t);
+        if (u + 1 < 2 * kTiles) star.load(tile.x, row, s + 1);
+      }
+      base[0] = next_base[0], base[1] = next_base[1];
+      if (u + 1 < 2 * kTiles) {
+        issue_w<kTiles>(w, features, used, x2_operand, u + 1);
+        wgmma_wait<1>();
+        if (u % 2 == 1) b.ring.release(own, b.lane);
+        issue_values(tile, f, base, star, features);
+      } else {
+        wgmma_wait<0>();
+        b.ring.release(own, b.lane);
+      }
+    }
+    rotate(tile.grad);
+    if constexpr (kValues) keep(tile.values);
+  }
+
+  // At head dim 128, the gradient in shared memory: of a lane, block after block. While one warpgroup has products on the CUDA cores,
+  // the other has its W made.
+  __device__ __forceinline__ static uint32_t sums_of_block(uint32_t sums_at, int block) { return sums_at + block * 128 * 16; }
+  template <class Add>
+  __device__ __forceinline__ void add_to_block(uint32_t sums_at, int block, const Add& add) const {
+    const float4 before = ptx::load_shared_f32x4(sums_of_block(sums_at, block));
+    float sum[4] = {before.x, before.y, before.z, before.w};
+    add(sum);
+    ptx::store_shared_f32x4(sums_of_block(sums_at, block), make_float4(sum[0], sum[1], sum[2], sum[3]));
+  }
+  __device__ __forceinline__ void issue_tile(float (&w)[32], const Rows& x2_operand, int half) {
+    b.ring.wait_until_full(at);
+    const Rows features(stage() + half * kTileBytes);
+    wgmma_fence();
+    Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+    for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+    wgmma_commit();
+  }
+  // A pass over one star; W of a tile is made beside the products of the tile before.
+  template <int kTiles>
+  __device__ __forceinline__ void pass_in_shared(const WorkTile& tile, Star<RowTile, kValues>& star, const Rows& x2_operand, int s,
+                                                 int& half, uint32_t sums_at) {
+    float w[2][32];
+    star.load(tile.x, row, s);
+    issue_tile(w[0], x2_operand, half);
+#pragma unroll
+    for (int offset = 0; offset < kTiles; ++offset) {
+      const RingPosition own = at;
+      const bool releases = half == 1;
+      if (releases) at.template advance<kStages>();
+      half ^= 1;
+      if (offset + 1 < kTiles) issue_tile(w[(offset + 1) % 2], x2_operand, half), wgmma_wait<1>();
+      else wgmma_wait<0>();
+      keep(w[offset % 2]);
+      b.ring.release(own, b.lane, releases);
+      uint32_t base[2];
+      load_base(base, tile, s, offset);
+      add_to_block(sums_at, (s + offset) % kBlocks, [&](float* sum) { star.add_products(w[offset % 2], sum, base); });
+    }
+    add_to_block(sums_at, s, [&](float* sum) { star.add_to(sum, t); });
+  }
+
+  // ---- decays
+
+  __device__ __forceinline__ auto x_decay(const WorkTile& tile, const Item& item) const {
+    if constexpr (kDecayBytes != 0) {
+      return SharedDecayTile{b.x_decay_at(static_cast<int>(ptx::keep_in_register(tile.count)) % Tile::kXBuffers)};
+    } else {
+      const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+      return GlobalDecayTile{decay_tile(a, state, a.seen_end(item.row + b.warpgroup * kTileRows))};
+    }
+  }
+
+  // Decays the inter-chunk part of each row of x, and begins its sum of pairs.
+  __device__ __forceinline__ void decay_inter_chunk(const WorkTile& tile, bool has_state, WalkSum (&x_sums)[2], float (&pairs)[2]) const {
+    const auto decay = x_decay(tile, item_again(tile));
+    x_sums[0] = decay.sum(row), x_sums[1] = decay.sum(row + 8);
+    if (has_state) {
+      [[maybe_unused]] const auto columns = lane_columns(tile.x);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float factor = decay.since_chunk(row + 8 * r);
+        float of_gradient = 0.f;
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
+          float2 x_pair;
+          if constexpr (kDecays) x_pair = columns(r, j);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            if (is_dropped) grad[4 * j + 2 * r + i] = 0.f;
-            if constexpr (kValues) {
-              if (is_dropped) values[4 * j + 2 * r + i] = 0.f;
+            float& of_column = tile.grad[4 * j + 2 * r + i];
+            if (kDecays) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
+            of_column = decayed(of_column, factor);
+            if constexpr (kValues) tile.values[4 * j + 2 * r + i] = decayed(tile.values[4 * j + 2 * r + i], factor);
+          }
+        }
+        if (kDecays) pairs[r] = decayed(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
+      }
+    }
+  }
+
+  // ---- intra-chunk: pairs of x with rows y of the same chunk
+
+  struct IntraChunk {
+    GradConsumer& c;
+    const WorkTile& tile;
+    const Item& item;
+    const WalkSum (&x_sums)[2];
+    float (&pairs)[2];
+    const Rows x_operand, x2_operand;
+    bool releases = false;  // the stage before, which is not released yet
+    RingPosition before;
+
+    __device__ __forceinline__ IntraChunk(GradConsumer& c, const WorkTile& tile, const Item& item, const WalkSum (&x_sums)[2], float (&pairs)[2])
+        : c(c), tile(tile), item(item), x_sums(x_sums), pairs(pairs), x_operand(tile.x), x2_operand(x_operand.behind(kTileBytes)) {}
+
+    __device__ __forceinline__ auto y_decay([[maybe_unused]] int y_tile) const {  // of the stage's tile of y
+      if constexpr (kDecayBytes != 0) {
+        return SharedDecayTile{static_cast<uint32_t>(c.b.stages_at + Tile::kYDecay + c.at.stage * kDecayBytes)};
+      } else {
+        const int64_t state = static_cast<int64_t>(item.batch) * c.a.state_heads + item.state_head;
+        return GlobalDecayTile{decay_tile(c.a, state, c.a.chunk_begin(item.chunk)) + y_tile};
+      }
+    }
+
+    template <bool kDiagonal, PairFactors kFactors>
+    __device__ __forceinline__ void add_tile(int y_tile) {
+      const GradArgs& a = c.a;
+      c.b.ring.wait_until_full(c.at);
+      if constexpr (!kHasDecay) c.loads.load_stage();
+      const Rows y(c.stage()), y2 = y.behind(kTileBytes);
+      const uint32_t y_e = c.b.scales_at + c.at.stage * kScaleBytes;
+      float s[32], p[32];
+      uint32_t slopes[16], weights[kValues ? 16 : 1];
+      wgmma_fence();
+      Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
+      Scores::template ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
+      wgmma_commit();
+      const auto weigh = [&](int j, [[maybe_unused]] const float (&factors)[2][2]) {
+        float2 column_e = make_float2(0.f, 0.f);
+        if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * c.t) * 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float slope[2], weight[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : tile.x_e[r];
+            // Reversed rows lie in memory in the order of tokens: later rows come first.
+            const int column = 8 * j + 2 * c.t + i, x_row = c.row + 8 * r;
+            const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
+            float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
+            if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
+            if constexpr (kHasDecay) {
+              centred *= factors[r][i];
+              // A row's pair with its own token does not decay, and is not in the sum.
+              if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
+              f *= factors[r][i];
             }
+            slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
+            if (kValues) weight[i] = seen ? f : 0.f;
+          }
+          slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
+          if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
+        }
+      };
+      // Before the wait: loads from memory overlap the products.
+      const PairDecay<kBack, kFactors, decltype(y_decay(0))> decay(y_decay(y_tile), x_sums[0], x_sums[1]);
+      wgmma_wait<0>();
+      keep(s), keep(p);
+      c.b.ring.release(before, c.b.lane, releases);
+      decay.for_each_block(weigh);
+      keep(slopes);
+      if constexpr (kValues) keep(weights);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(tile.grad, slopes + 4 * k, y.mn_major(k));
+      if constexpr (kValues) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(tile.values, weights + 4 * k, y2.mn_major(k));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      keep(tile.grad);
+      if constexpr (kValues) keep(tile.values);
+      before = c.at, releases = true;
+      c.at.template advance<kStages>();
+    }
+
+    __device__ __forceinline__ void skip_tile() {
+      c.b.ring.release(before, c.b.lane, releases);  // or the ring would fill up
+      releases = false;
+      c.b.ring.wait_until_full(c.at);
+      if constexpr (!kHasDecay) c.loads.load_stage();
+      c.b.ring.release(c.at, c.b.lane);
+      c.at.template advance<kStages>();
+    }
+
+    // A tile of y before the diagonal one. Which factors a tile needs is known before its products.
+    __device__ __forceinline__ void add_earlier_tile(int y_tile, [[maybe_unused]] const WalkSum& first_x) {
+      if constexpr (!kHasDecay) {
+        add_tile<false, PairFactors::kOne>(y_tile);
+      } else {
+        if constexpr (kDecayBytes != 0) c.b.ring.wait_until_full(c.at), c.loads.load_stage();
+        if (is_fully_decayed(first_x, y_decay(y_tile).sum(kLastOfTile<kBack>))) skip_tile();
+        else if constexpr (kDecays) add_tile<false, PairFactors::kRowsAndColumns>(y_tile);
+        else if (is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile))) add_tile<false, PairFactors::kOne>(y_tile);
+        else add_tile<false, PairFactors::kPairs>(y_tile);
+      }
+    }
+    __device__ __forceinline__ void add_diagonal_tile(int y_tile) {
+      if constexpr (!kHasDecay) {
+        add_tile<true, PairFactors::kOne>(y_tile);
+      } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
+        add_tile<true, PairFactors::kPairs>(y_tile);  // of two kinds the compiler would take registers from tiles of the state
+      } else {
+        if constexpr (kDecayBytes != 0) c.b.ring.wait_until_full(c.at), c.loads.load_stage();
+        const bool is_plain = kDecays ? !is_far<kBack>(y_decay(y_tile)) : is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile));
+        if (is_plain) add_tile<true, kDecays ? PairFactors::kRowsAndColumns : PairFactors::kOne>(y_tile);
+        else add_tile<true, PairFactors::kPairs>(y_tile);
+      }
+    }
+  };
+
+  __device__ __forceinline__ void add_intra_chunk(const WorkTile& tile, const WalkSum (&x_sums)[2], float (&pairs)[2]) {
+    const Item item = item_again(tile);
+    load_x_e(item, tile.x_e);
+    IntraChunk chunk(*this, tile, item, x_sums, pairs);
+    const int y_group = kBack ? a.y_group : 1;
+    const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + b.warpgroup) * y_group;
+    const int diagonal_end = min(diagonal + y_group, own_stages);
+    int own = 0;
+    const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
+    [[maybe_unused]] WalkSum first_x{};
+    if constexpr (kHasDecay) first_x = x_decay(tile, item).sum(kFirstOfTile<kBack>);
+    for (; own < diagonal && own < own_stages; ++own) chunk.add_earlier_tile(tile_at(own), first_x);
+    wgmma_wait<0>();
+    for (; own < diagonal_end; ++own) chunk.add_diagonal_tile(tile_at(own));
+    wgmma_wait<0>();
+    for (; own < own_stages; ++own) {  // of the other warpgroup alone
+      if constexpr (kHasDecay) loads.load_stage();
+      chunk.skip_tile();
+    }
+    b.ring.release(chunk.before, b.lane, chunk.releases);
+  }
+
+  // ---- results
+
+  // Whether a token of x is masked.
+  __device__ __forceinline__ bool is_masked(const Item& item, int x_token) const {
+    return mask_pointer(a.x_mask, item.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
+  }
+
+  // The gradients of masked rows are zeros.
+  __device__ __forceinline__ void clear_masked(const WorkTile& tile, const Item& item, int token) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int x_token = token + row + 8 * r;
+      const bool is_dropped = x_token >= 0 && x_token < a.nx && is_masked(item, x_token);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (is_dropped) tile.grad[4 * j + 2 * r + i] = 0.f;
+          if constexpr (kValues) {
+            if (is_dropped) tile.values[4 * j + 2 * r + i] = 0.f;
           }
         }
       }
     }
-    if (kDecays && a.pair_sums.data != nullptr) {
+  }
+
+  __device__ __forceinline__ void store_pair_sums(const Item& item, int token, const float (&pairs)[2]) const {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int x_token = token + row + 8 * r;
-        const float sum = quad_sum(pairs[r]);
-        if (t != 0 || x_token < 0 || x_token >= a.nx) continue;
-        const bool is_dropped = kBack && a.x_mask.data != nullptr &&
-                                mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
-        a.pair_sums.data[here.x_head_index * a.pair_sums.head + x_token] = is_dropped ? 0.f : sum;
-      }
+    for (int r = 0; r < 2; ++r) {
+      const int x_token = token + row + 8 * r;
+      const float sum = quad_sum(pairs[r]);
+      if (t != 0 || x_token < 0 || x_token >= a.nx) continue;
+      const bool is_dropped = kBack && a.x_mask.data != nullptr && is_masked(item, x_token);
+      a.pair_sums.data[item.x_head_index * a.pair_sums.head + x_token] = is_dropped ? 0.f : sum;
     }
-    ptx::barrier_wait<128>(1 + warpgroup);  // other warps may still have products of x and x2 (read.cu)
-    store_accumulator<Bf16, RowTile>(x, 0, grad, 1.f, 1.f, w4, lane);
-    if constexpr (kValues) store_accumulator<Bf16, RowTile>(x2, 0, values, 1.f, 1.f, w4, lane);
+  }
+
+  // The gradients replace x and x2 in shared memory, and are copied from there; then the next x and x2 of the buffer are loaded.
+  __device__ __forceinline__ void store(const WorkTile& tile, const float (&pairs)[2]) const {
+    const Item here = item_again(tile);
+    const int token = tile_token(a, a.nx, here.row + b.warpgroup * kTileRows);
+    keep(tile.grad);
+    if constexpr (kValues) keep(tile.values);
+    if (kBack && a.x_mask.data != nullptr) clear_masked(tile, here, token);
+    if (kDecays && a.pair_sums.data != nullptr) store_pair_sums(here, token, pairs);
+    ptx::barrier_wait<128>(1 + b.warpgroup);  // other warps may still have products of x and x2 (read.cu)
+    store_accumulator<Bf16, RowTile>(tile.x, 0, tile.grad, 1.f, 1.f, w4, b.lane);
+    if constexpr (kValues) store_accumulator<Bf16, RowTile>(tile.x2, 0, tile.values, 1.f, 1.f, w4, b.lane);
     ptx::fence_proxy_async();
-    ptx::barrier_wait<128>(1 + warpgroup);
+    ptx::barrier_wait<128>(1 + b.warpgroup);
     const bool begins_before = kBack && token < 0;
     if (begins_before) {
-      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d, a.adds);
-      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
-      ptx::barrier_wait<128>(1 + warpgroup);
+      store_rows<kHeadDim>(tile.x, a.out, here.batch, here.x_head, token, a.nx, a.d, a.adds);
+      if (kValues) store_rows<kHeadDim>(tile.x2, values_out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
+      ptx::barrier_wait<128>(1 + b.warpgroup);
     }
-    if (w4 == 0 && lane == 0) {
+    if (w4 == 0 && b.lane == 0) {
       if (!begins_before) {
-        store_tile<RowTile>(x, maps.grad, token, here.x_head, here.batch, a.adds);
-        if (kValues) store_tile<RowTile>(x2, maps.values, token, here.x_head, here.batch, a.adds);
+        store_tile<RowTile>(tile.x, b.maps.grad, token, here.x_head, here.batch, a.adds);
+        if (kValues) store_tile<RowTile>(tile.x2, b.maps.values, token, here.x_head, here.batch, a.adds);
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
-      load_x(blockIdx.x + (count + Tile::kXBuffers) * gridDim.x, count + Tile::kXBuffers);
+      b.load_x(blockIdx.x + (tile.count + Tile::kXBuffers) * gridDim.x, tile.count + Tile::kXBuffers);
     }
   }
-  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+};
+
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
+__global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
+    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
+                            const ItemsOfRows items) {
+  using Block = GradBlock<kHeadDim, kGrads, kDecayKind>;
+  using Tile = typename Block::Tile;
+  constexpr bool kValues = Block::kValues;
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
+  const uint32_t x_full = stages_at + Tile::kXFull;
+  const Ring<Block::kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, warpgroup = warp / 4;
+  const Block block{maps, a, items, stages_at, x_at, scales_at, x_full, ring, warp, lane, warpgroup};
+  block.init_barriers();
+  if (!kValues && block.warpgroup == Block::kWarpgroups) return produce(block);
+  if constexpr (!kValues) ptx::more_registers<Tile::kConsumerRegisters>();
+
+  const SourceQueue queue{stages_at + Tile::kQueues + warp * SourceQueue::kBytes};
+  LoadPosition next{0,0,0,0};
+  StageLoads<Block> loads(block, queue, next);
+  if constexpr (kValues) loads.begin();
+  if (threadIdx.x % 128 == 0) {
+    for (int i = 0; i < Tile::kXBuffers; ++i) block.load_x(blockIdx.x + i * gridDim.x, i);
+  }
+  RingPosition at;
+  GradConsumer<kHeadDim, kGrads, kDecayKind>(block, values_out, loads, at).run();
 }
 
 template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>

@@ -1,8 +1,7 @@
-// What the Hopper kernels of order 2 share: where tiles of a walk lie in memory, and which rows a block of x has.
+// Shared by the Hopper kernels of order 2: tiles of rows in memory, work tiles of blocks, decays of tiles.
 //
-// Rows of a walk come in tiles of 64. A tile is copied as it lies in memory, in the order of tokens: a walk back in time goes over
-// tiles from the last tokens to the first, and within a tile later rows of the walk are earlier ones of the tile. Rows before the first
-// token or behind the last one arrive as zeros, and are not written.
+// Rows come in tiles of 64. A tile is copied in the order of tokens. Reversed rows go over the tiles from the last tokens to the first, and
+// within a tile the later rows come first. Rows before the first token or behind the last one arrive as zeros and are not written.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +23,8 @@ using RowTileSm90 = SwizzledTile<kTileRows, kHeadDim>;
 
 inline constexpr int kScaleBytes = kTileRows * 4;  // e of a tile's rows
 
-// The rows of x of a launch in items of `rows`, all of one head and in one chunk: those with the most rows in their own chunk first, all
-// heads side by side. Made by the launcher: as an argument it takes no registers.
+// The work tiles (items) of a launch: `rows` rows of x of one head in one chunk. Work tiles with the most intra-chunk rows come first, all
+// heads side by side. Computed by the launcher: kernel arguments take no registers.
 struct ItemsOfRows {
   int rows, pieces, heads, count;
 
@@ -37,8 +36,8 @@ struct ItemsOfRows {
     int x_head_index;  // (batch, x head) flattened
     int batch, x_head, state_head;
     int row, chunk;
-    int first_own;  // tiles of the own chunk before this item's
-    int own_tiles;  // that its rows look at
+    int first_own;  // tiles of the chunk before this work tile
+    int own_tiles;  // intra-chunk tiles that its rows see
     int64_t slot;   // of the chunk's snapshot
   };
   __device__ __forceinline__ Item at(const LinearProblem& p, int index) const {
@@ -69,20 +68,20 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
-// What fades in a call: nothing; rows of sequences that ended; or all rows.
+// Decays of a call: none; to 0 at the bounds of packed sequences; or of all rows.
 enum class DecayKind { kNone, kBounds, kDecays };
 
-// How the 64 rows from a virtual row on fade.
+// Decays of the 64 rows from a virtual row on.
 __device__ __forceinline__ const DecayTile* decay_tile(const LinearProblem& p, int64_t state, int virtual_row) {
   static_assert(kTileRows == kDecayTile, "the same tiles");
   return p.decay.tiles + state * p.decay.tile_count + virtual_row / kDecayTile;
 }
-// Of a tile of y that begins at a token.
+// Decays of a tile of y that begins at a token.
 __device__ __forceinline__ const DecayTile* decay_tile_at(const LinearProblem& p, int64_t state, int token) {
   return decay_tile(p, state, p.pad + (p.time == Time::kForward ? token : p.ny - kTileRows - token));
 }
 
-// The same to read, in shared memory or in global.
+// Reads a DecayTile in shared memory or in global memory.
 struct SharedDecayTile {
   static constexpr bool kLoadsEarly = false;
   uint32_t address;
@@ -106,31 +105,31 @@ struct GlobalDecayTile {
   __device__ __forceinline__ float since_chunk(int row) const { return __ldg(tile->since_chunk + row); }
 };
 
-// A tile's first and last row in the walk.
+// A tile's first and last row in the order of the pass.
 template <bool kBack>
 inline constexpr int kFirstOfTile = kBack ? kTileRows - 1 : 0;
 template <bool kBack>
 inline constexpr int kLastOfTile = kTileRows - 1 - kFirstOfTile<kBack>;
 
-// Whether nothing is left of a tile that ends at `end`, for rows of x of which `x` are the first.
+// Whether a tile that ends at `end` is fully decayed for a tile of x whose first row is `x`.
 __device__ __forceinline__ bool is_fully_decayed(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
 
-// Whether a tile fades so much that numbers of its rows alone would not be in range (PairDecay).
+// Whether a tile decays so much that factors of its rows would be out of range (PairFactors::kRowsAndColumns).
 template <bool kBack, class Tile>
 __device__ __forceinline__ bool is_far(const Tile& y) {
   return !(y.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) > -64.f);
 }
-// Whether nothing fades between a tile of y and one of x, or within them.
+// Whether all decays between a tile of y and one of x, and within them, are 1.
 template <bool kBack, class XTile, class YTile>
 __device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
   return x.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) == 0.f;
 }
 
-// What a lane's pairs of rows of x with columns 8 j + 2 t and the next of a tile of y are multiplied by.
-//   kOne
-//   kRowsAndColumns   a number a row times one a column, with the tile's end between them. Rows among those of the tile come before its
-//                     end: their numbers are above 1, and in range where no pair of the tile fades by more than 2^-64 (is_far)
-//   kPairs            each pair has a number of its own
+// Decays of a lane's pairs: its rows of x with rows 8 j + 2 t and the next of a tile of y.
+//   kOne              1
+//   kRowsAndColumns   a factor per row of x times one per row of y, with the tile's end between them. Rows of x within the tile are before
+//                     its end: their factors are above 1, and in range where no pair of the tile decays by more than 2^-64 (is_far)
+//   kPairs            a factor per pair
 enum class PairFactors { kOne, kRowsAndColumns, kPairs };
 
 template <bool kBack, PairFactors kFactors, class Tile>
@@ -188,10 +187,10 @@ struct PairDecay {
 template <PairFactors kFactors>
 using OfPairFactors = std::integral_constant<PairFactors, kFactors>;
 
-// Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
+// Sources of a work tile's stages: first the tiles of its snapshot, then the intra-chunk tiles of y and of its values.
 struct ItemSource {
-  int state_stages = 0, own_stages = 0;  // tiles of the own chunk for every head of y; nothing where there is no such item
-  int token = 0, y_head = 0, batch = 0;  // of the first own tile
+  int state_stages = 0, own_stages = 0;  // intra-chunk tiles for every head of y; 0 where there is no such work tile
+  int token = 0, y_head = 0, batch = 0;  // of the first intra-chunk tile
   const char* snapshot = nullptr;
 
   __device__ __forceinline__ ItemSource(const LinearProblem& p, const ItemsOfRows& items, int index, const void* snapshots,
@@ -206,16 +205,16 @@ struct ItemSource {
   __device__ __forceinline__ int64_t state(const LinearProblem& p) const { return int64_t{batch} * p.state_heads + y_head / p.y_group; }
 };
 
-// The sums of an item's snapshot into the L2 cache, long before they are read: they were written a pass ago. By one thread.
+// Prefetches the sums of a work tile's snapshot into the L2 cache: the state pass wrote them long ago. By one thread.
 template <int kSums>
 __device__ __forceinline__ void prefetch_sums(const LinearProblem& p, const float* sums, const ItemsOfRows::Item& item) {
   static_assert(kSums % 4 == 0, "a prefetch takes multiples of 16 bytes");
   if (p.has_state(item.chunk)) ptx::bulk_prefetch(sums + item.slot * kSums, kSums * 4);
 }
 
-// Sources of the next items of a warp, in shared memory: where loads are issued by warps that also compute, registers are short.
+// Sources of the next work tiles of a warp, in shared memory: warps that issue loads and compute are short of registers.
 struct SourceQueue {
-  static constexpr int kItems = 8;  // loads are at most so many items ahead of products, as each has one stage at least
+  static constexpr int kItems = 8;  // loads are at most so many work tiles ahead of products, as each has one stage at least
   static constexpr int kItemBytes = 32, kBytes = kItems * kItemBytes;
   uint32_t address;
 
@@ -227,7 +226,7 @@ struct SourceQueue {
     const uint64_t snapshot = reinterpret_cast<uint64_t>(x.snapshot);
     ptx::store_shared_u32(at + 24, static_cast<uint32_t>(snapshot)), ptx::store_shared_u32(at + 28, static_cast<uint32_t>(snapshot >> 32));
   }
-  __device__ __forceinline__ int stages(int item) const { return word(item, 0); }  // 0: there is no such item
+  __device__ __forceinline__ int stages(int item) const { return word(item, 0); }  // 0: there is no such work tile
   __device__ __forceinline__ int state_stages(int item) const { return word(item, 1); }
   __device__ __forceinline__ int token(int item) const { return word(item, 2); }
   __device__ __forceinline__ int y_head(int item) const { return word(item, 3); }
@@ -243,12 +242,13 @@ struct SourceQueue {
   __device__ __forceinline__ int word(int item, int i) const { return static_cast<int>(ptx::load_shared_u32(of(item) + 4 * i)); }
 };
 
-// The e of a tile of y: of a walk back in time (PreparedInputs), or faded (DecayArgs). Rows that are further before the first token are zeros, whatever their e is.
+// The e of a tile of y: of reversed rows (PreparedInputs), or decayed (DecayArgs). Rows further before the first token are zeros, whatever
+// their e is.
 __device__ __forceinline__ const float* tile_scales(const RowScale& e, int tokens, int64_t head, int token) {
   return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
 }
 
-// A tile of results to a tensor, by one thread; `adds`: to what is there.
+// Stores a tile of results to a tensor, or adds it. By one thread.
 template <class Tile>
 __device__ __forceinline__ void store_tile(uint32_t tile, const CUtensorMap& map, int token, int head, int batch, bool adds) {
   if (adds) Tile::add(tile, map, token, head, batch);
@@ -279,7 +279,7 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int b
 }
 #endif
 
-// As the copy engine knows them.
+// The tensor map of rows, for TMA.
 template <int kHeadDim>
 CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
   return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows,

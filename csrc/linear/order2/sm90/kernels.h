@@ -1,4 +1,4 @@
-// The Hopper kernels of order 2, each the pass that its arguments say (linear/linear.h).
+// Launches of the Hopper kernels of order 2; their arguments say which pass they compute (linear/linear.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,10 +12,10 @@ namespace fastmax {
 extern const StatePasses kStatePassesSm90;  // bf16, p = 2, head dims 32, 64 and 128
 bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
 
-// Whether reads of a forward add ReadArgs::added: at head dim 128 two stages would be left of the ring.
+// Whether the output kernel of a forward adds ReadArgs::added: at head dim 128 the ring would have two stages left.
 constexpr bool reads_add_sm90(int head_dim) { return head_dim <= 64; }
 
-// Whether a kernel for grad_k makes grad_v too; else grad_v is a read. At head dim 128 there are registers for one of the two.
+// Whether the kernel for grad_k computes grad_v too; else the output kernel does. At head dim 128 registers suffice for one of the two.
 constexpr bool grads_with_values_sm90(int head_dim) { return head_dim <= 64; }
 
 // head_dim: of HopperLinear2HeadDims. is_fine: how a state is shared (snapshot.h).

@@ -1,4 +1,4 @@
-// Which calls the Hopper kernels of order 2 cover, and as what the passes of launch.cpp take them.
+// The calls that the Hopper kernels of order 2 cover, and their StatePasses for ../launch.cpp.
 
 #include "core/dispatch.h"
 #include "core/sm90/tensor_map.h"
@@ -36,7 +36,7 @@ constexpr StatePasses kStatePassesSm90 = {
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
     [](const Problem&, const AddArgs& a, cudaStream_t stream) { linear_add_state<Bf16>(a, stream); },
-    // Gradients have neither registers nor threads left for it.
+    // The gradient kernels have no registers and threads left for it.
     /*adds_while_reading=*/
     [](const Problem& p, Time time) { return time == Time::kForward && reads_add_sm90(p.head_dim); },
 };

@@ -1,16 +1,16 @@
-// Reading states on Hopper: what portable/read.cu computes, by wgmma and TMA:
+// Output kernel of order 2 on Hopper, by wgmma and TMA; portable/read.cu computes the same:
 //
 //   pass      x    y    w    time        result
 //   o         q    k    v    forward     o = sum f(x.y) w / z
-//   grad_v    k    q    g    backward    grad_v = sum f(x.y) w, of wide heads (of others it comes with grad_k: grad.cu)
+//   grad_v    k    q    g    backward    grad_v = sum f(x.y) w, for wide heads (for others grad.cu computes it)
 //
-// Persistent blocks of kRows rows of x, the last rows of all heads first: in causal calls they have the most of their own chunk. Two
-// warpgroups have two tiles of 64 rows each, a low and a high one, so that both have as much to do. What they multiply comes through one
-// ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
-// made in registers, from x in shared memory.
+// Persistent blocks take work tiles of kRows rows of x, the last rows of all heads first, which see the most intra-chunk rows. Two consumer
+// warpgroups have two tiles of 64 rows each, a low and a high one, so that both do the same amount of work. Their operands come through one
+// ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then intra-chunk y and w. Features are made in
+// registers, from x in shared memory.
 //
-// The constant term of the denominator is not summed: it is the number of rows of y that are seen and of those in a carried state, times
-// c0. Where rows fade it is summed with the rest, and what is read of the state fades with each row of x, in registers.
+// The constant term of the denominator is not summed: it is c0 times the number of rows of y that are seen, in a carried state too. With
+// decays it is summed with the rest, and the inter-chunk part of each row of x is multiplied by its decay, in registers.
 
 #include <algorithm>
 #include <type_traits>
@@ -62,7 +62,7 @@ __device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row
   return a.y_counts.data == nullptr ? end : a.y_counts.data[batch * a.y_counts.batch + end - 1];
 }
 
-// Whether a row of x sees nothing because its first key comes after its own token, where rows fade.
+// With decays: whether a row of x sees nothing because its k_start is after its own token.
 __device__ __forceinline__ bool is_blind(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row) {
   const KeyBounds& first = a.k_start;
   if (first.data == nullptr || x_row >= a.nx) return false;
@@ -87,8 +87,8 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
   }
 }
 
-// Near keys of a row (ReadArgs::local_lse) joined to the far ones, as merge/merge.cu does it: of its sums of values and weights, z and
-// what the former are still to be multiplied by, those of both. r: which half of the accumulator the row is.
+// Merges the local keys of a row (ReadArgs::local_lse) into the result of its global keys, as merge/merge.cu does. z and factor, by which
+// the row's accumulators are multiplied, become those of all keys. r: the half of the accumulator that has the row.
 template <int kCount>
 __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
                                           float (&acc)[kCount], int r) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows:
   factor = 1.f;
 }
 
-// What is added to the snapshots of a block's items, stage by stage as they come, by Tile::kAdders threads.
+// Adds a.added to the snapshots of a block's work tiles, stage by stage as they arrive. By Tile::kAdders threads.
 template <class Tile>
 __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows& items, uint32_t stages_at, const Ring<Tile::kStages>& copied,
                                            const Ring<Tile::kStages>& ring) {
@@ -148,8 +148,8 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
   }
 }
 
-// kValues: grad_v, of a walk back in time, without denominators; else a forward.
-// kAdds: a snapshot comes without the state a.added, in a walk that does not fade.
+// kValues: grad_v, over reversed rows, without denominators; else a forward.
+// kAdds: a.added is added to snapshots, only without decays.
 template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds>
 __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
   }
   __syncthreads();
 
-  // This warpgroup's tiles of x within the item.
+  // This warpgroup's tiles of x within the work tile.
   const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
 
   if (warpgroup == kWarpgroups) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
   const int w4 = warp % 4, t = lane % 4, g = lane / 4;
   const int row = 16 * w4 + g;  // of a tile, and row + 8
   RingPosition at;
-  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
+  // Only the number of the work tile stays in a register: its Item is computed again where it is needed.
   for (int count = 0;; ++count) {
     const int index = blockIdx.x + count * gridDim.x;
     if (index >= items.count) break;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     if (has_state) {
       ring.wait_until_full(at);
       if constexpr (!kValues) {
-        // The denominator from earlier chunks: x . (moment x + c1 sum y).
+        // The inter-chunk denominator: x . (moment x + c1 sum y).
         const float* state_sums = a.sums + item.slot * Tile::kSums;
         const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
 #pragma unroll
@@ -428,7 +428,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       }
     }
 
-    // The own chunk.
+    // Intra-chunk.
     [[maybe_unused]] const auto y_decay = [&] {
       return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes)};
     };
@@ -447,7 +447,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     const auto make_weights = [&](int m, auto is_diagonal) {
       constexpr bool kDiagonal = decltype(is_diagonal)::value;
       keep(s);
-      // In memory a walk back in time goes from later rows to earlier ones.
+      // Reversed rows lie in memory in the order of tokens: later rows come first.
       const auto is_seen = [&](int r, int column) { return !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r); };
       if constexpr (kHasDecay) {
         const SharedDecayTile x = x_decay(buffer, m), y = y_decay();
@@ -529,7 +529,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     const int tiles = own_item.own_tiles * y_group;
     const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
     int own = 0;
-    // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
+    // Tiles before all rows of x of tile m; fully decayed ones are skipped.
     const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
       [[maybe_unused]] WalkSum first_x;
       if constexpr (kHasDecay) first_x = x_decay(buffer, m).sum(kFirstOfTile<kValues>);

@@ -1,5 +1,4 @@
-// States of the Hopper kernels: how a state is shared among warpgroups, what a snapshot of it looks like, where the rows of a walk
-// lie in memory.
+// States of the Hopper kernels: the tiles of a state, their shares for warpgroups, and the format of a snapshot.
 //
 // The columns of y come in blocks of eight. A tile (s, b) of a state has 64 features f = 8 x + g, of the value y[8s + x] y[8b + g],
 // times all channels of w. Star s owns the tiles (s, s), (s, s + 1), ..., (s, s + kBlocks / 2 - 1), blocks modulo kBlocks, and for
@@ -15,7 +14,7 @@
 // and second moment, the first behind their columns (kOnesRow).
 //
 // A snapshot is a row of tiles in bf16: second moment, first order, then the tiles of star 0, of star 1, ... Each tile is what
-// wgmma reads in shared memory (core/sm90/tiles.h), so that readers copy it as it is: kPanels panels of 64 features x 64 channels,
+// wgmma reads in shared memory (core/sm90/tiles.h), so that output kernels copy it as it is: kPanels panels of 64 features x 64 channels,
 // at head dim 32 one of 32. A feature is a row of a panel, whose 16-byte chunks are swizzled by the row.
 #pragma once
 
@@ -106,9 +105,9 @@ struct StateShare {
 };
 #endif
 
-// Chunks: snapshots written and read against the quadratic part of a chunk; a prototype took 2.65 ms at (1, 32, 65536, 64) with 256
-// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024. What is kept takes the place of
-// other tensors, and is written over where a state is added to it: half of it is worth the difference.
+// Chunk lengths balance the traffic of snapshots against intra-chunk products; a prototype took 2.65 ms at (1, 32, 65536, 64) with 256
+// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024. Saved snapshots
+// take memory and are read and written where a state is added, so they have twice the chunk length.
 template <int kHeadDim, bool kFine>
 inline StateSizes hopper_state_sizes() {
   using State = HopperShares<kHeadDim, kFine>;
@@ -128,14 +127,14 @@ void dispatch_shares(int head_dim, bool is_fine, Function&& function) {
   });
 }
 
-// Whether a call's states are shared finely: a walk then takes less time, but twice the multiprocessors, which
-// few states can also use by segments (plan.h).
+// Whether a call's states are shared finely: a state pass then takes less time, but twice the multiprocessors, which few states can also
+// use by segments (plan.h).
 inline bool has_fine_shares(const Problem& p) {
   if (p.head_dim != 64) return false;
   const int64_t states = int64_t{p.b} * p.hk;
   // One H200: 16 heads in eight blocks take 0.95 of the time that they take in four and three segments, 8 heads 1.08.
   constexpr double kFineWalk = 0.71, kSegments = 1.1;
-  const auto walks = [&](int64_t blocks) {  // one after the other, as multiprocessors have
+  const auto walks = [&](int64_t blocks) {  // rounds of state passes, one block per multiprocessor
     const int64_t together = p.sm_count / blocks;
     if (together >= 2) return kSegments * 2. / static_cast<double>(together + 1);
     return static_cast<double>((blocks + p.sm_count - 1) / p.sm_count);

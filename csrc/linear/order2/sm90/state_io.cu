@@ -1,4 +1,4 @@
-// A carried state to and from the accumulators of the Hopper state kernel.
+// Conversion of a carried state to and from the accumulators of the Hopper state kernel.
 
 #include "core/launch.h"
 #include "linear/order2/carried_state.h"
