@@ -4,7 +4,7 @@
 // Blocks are persistent (work_order.h). One thread of the last warpgroup, the producer, fills a ring of stages with K and V,
 // 128 keys each. Every other warpgroup, a consumer, owns 64 queries and processes the block's tiles from the last visible one
 // down, so that partly visible tiles come first. The tensor core computes the scores of the next tile and the output of the
-// current one at the same time; the weights of the next tile are computed while the latter still runs:
+// current one at the same time; the weights of the next tile are computed while that output is computed:
 //
 //   tensor core    S(1)        | S(2)  P(1)V(1) | S(3)  P(2)V(2) | ...
 //   CUDA cores           w(1)  |       w(2)     |       w(3)     |
