@@ -34,6 +34,8 @@ class Accompanying(NamedTuple):
     # Whether it also applies where attention is computed in parts: to the global keys of an exact window (the tensor is then
     # cut to the part's tokens), and to calls that continue from a state.
     of_global_keys: bool = False
+    # Whether a call that has it must be causal.
+    needs_causal: bool = False
 
     @property
     def per_head(self) -> bool:
@@ -73,7 +75,9 @@ class Call(NamedTuple):
     rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True)] = None
     # Log of the decay at each token: the weight of key j for query i is multiplied by exp of the sum over tokens j + 1 to
     # pos(i). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
-    log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True)] = None
+    log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True, needs_causal=True)] = (
+        None
+    )
     # First key that each query may see: keys j < k_start[i] are hidden. Must not decrease with i. It encodes where packed
     # sequences begin and where log_decay is -inf. -1: in a call that continues from a state, the state is visible too.
     k_start: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_global_keys=True)] = None

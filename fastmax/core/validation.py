@@ -318,16 +318,21 @@ def check_log_decay(log_decay: Any, q: Tensor, k: Tensor, causal: bool) -> None:
     """Checks that log_decay is None or a floating-point tensor of k's shape without head_dim, and that the call is causal."""
     if log_decay is None:
         return
-    accepted = tuple(k.shape[:-1])
-    _check_tensor("log_decay", log_decay, f"a tensor of shape {accepted} or None")
-    if tuple(log_decay.shape) != accepted:
-        raise ValueError(f"log_decay must have shape {accepted}, k's without the head_dim, got {tuple(log_decay.shape)}")
-    if log_decay.dtype not in DTYPES:
-        raise TypeError(f"log_decay must be float64, float32, float16 or bfloat16, got {log_decay.dtype}")
-    if log_decay.device != q.device:
-        raise ValueError(f"log_decay must be on q's device {q.device}, got {log_decay.device}")
+    _check_number_per_key("log_decay", log_decay, q, k)
     if not causal:
         raise ValueError("log_decay needs causal=True: weights decay with the tokens after each key, got causal = False")
+
+
+def _check_number_per_key(name: str, x: Any, q: Tensor, k: Tensor) -> None:
+    """Checks that x is a floating-point tensor of k's shape without head_dim, on q's device."""
+    accepted = tuple(k.shape[:-1])
+    _check_tensor(name, x, f"a tensor of shape {accepted} or None")
+    if tuple(x.shape) != accepted:
+        raise ValueError(f"{name} must have shape {accepted}, k's without the head_dim, got {tuple(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 
 
 def check_exact_window(window: object) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax.core.call import Call
+from fastmax.core.call import ACCOMPANYING, PER_HEAD, Call
 from fastmax.eager.blocks import (
     Gradients,
     InputGradients,
@@ -88,10 +88,13 @@ def backward(
 
     `grad_z` is the gradient of the denominators or of the log-sum-exp. It is ignored for queries that see no key.
     """
-    rpe, log_decay = call.rpe_matrix, call.log_decay
+    rpe = call.rpe_matrix
     grads = InputGradients.zeros(q, k, v)
     grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
-    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+    tensors = {name: getattr(call, name) for name in PER_HEAD if ACCOMPANYING[name].differentiable}
+    tensors = {
+        name: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()
+    }
     if q.numel() > 0 and k.numel() > 0:
         b, hk = k.shape[:2]
         rows = row_inputs(grad_o, grad_z, o, z, call)
@@ -102,6 +105,6 @@ def backward(
             sums = Gradients(ops, grads.of_group(group, hk), grad_rpe)
             module.backward(ops, plan, row_terms_of(ops, rows, hk, group), sums, workspace)
             sums.write()
-            if grad_decay is not None:
-                grad_decay[group] = sums.decay.result().to(grad_decay.dtype)
-    return AttentionGradients(grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), "log_decay": grad_decay})
+            for name, x in sums.per_head().items():
+                tensors[name][group] = x.to(tensors[name].dtype)
+    return AttentionGradients(grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), **tensors})

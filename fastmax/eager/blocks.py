@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax
 from fastmax.eager.decay import Decay, DecayGradient
+from fastmax.eager.tiles import TileGradients
 
 
 class Span(NamedTuple):
@@ -238,8 +239,22 @@ class Gradients:
     def add_v(self, span: Span, x: Tensor) -> None:
         self._add(self._sums.v, span, x)
 
-    def add_rpe(self, rows: slice, x: Tensor) -> None:
-        self._rpe[rows] += x
+    def add_tile(
+        self, queries: Span, keys: Span, tile: TileGradients, rpe_rows: slice | None = None, adds_q: bool = True
+    ) -> None:
+        """Adds the gradients of a tile; without `adds_q` all but that of q."""
+        if adds_q:
+            self.add_q(queries, tile.q)
+        self.add_k(keys, tile.k)
+        self.add_v(keys, tile.v)
+        if tile.pairs is not None:
+            self.decay.add_tile(queries.start, keys.start, tile.pairs)
+        if tile.rpe is not None:
+            self._rpe[rpe_rows] += tile.rpe
+
+    def per_head(self) -> dict[str, Tensor]:
+        """Returns the gradients of the differentiable tensors with a dimension for kv heads, by name, after the last block."""
+        return {} if self.decay is None else {"log_decay": self.decay.result()}
 
     def write(self) -> None:
         """Writes the sums to `out`."""

@@ -76,9 +76,11 @@ def operands(
     per_head = {name: None if x is None else x[group] for name, x in per_head.items()}
     call = call._replace(attention_mask=None if mask is None else mask[batch], **per_head)
     decay = None
-    if any(x is not None for x in per_head.values()):
+    if any(x is not None for x in (call.log_decay, call.k_start, call.k_end)):
         decay = Decay(
-            **per_head,
+            call.log_decay,
+            call.k_start,
+            call.k_end,
             shift=k.shape[2] - q.shape[2],
             dtype=compute_dtype(q.dtype),
             mask=call.attention_mask,

@@ -444,12 +444,7 @@ def _add_k_v(
 
             _, state = chunks.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
             tile = tiles.backward(q, k, v, g, e, score, chunks.info(span, factors), workspace)
-            if adds_intra_chunk_q:
-                grads.add_q(span, tile.q)
-            grads.add_k(keys, tile.k)
-            grads.add_v(keys, tile.v)
-            if tile.pairs is not None:
-                grads.decay.add_tile(span.start, keys.start, tile.pairs)
+            grads.add_tile(span, keys, tile, adds_q=adds_intra_chunk_q)
         else:
             state = _add_tokens(state, q, g, e, workspace)
     for span in chunks.before_queries:

@@ -105,10 +105,4 @@ def backward(
         for cols in tiling.keys(rows):
             k, v = ops.k_block(cols), ops.v_block(cols)
             tile = ops.tiles.backward(q, k, v, *terms, ops.score, tiling.info(rows, cols), workspace)
-            grads.add_q(rows, tile.q)
-            grads.add_k(cols, tile.k)
-            grads.add_v(cols, tile.v)
-            if tile.pairs is not None:
-                grads.decay.add_tile(rows.start, cols.start, tile.pairs)
-            if tile.rpe is not None:
-                grads.add_rpe(tiling.rpe_rows(rows, cols), tile.rpe)
+            grads.add_tile(rows, cols, tile, tiling.rpe_rows(rows, cols))

@@ -1,8 +1,4 @@
-"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `global_forward_`,
-`global_backward_`, `decode_step`, `decode_step_`, `buffered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
-`prefill_saved_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
-`finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
+"""The registered operators of `torch.ops.fastmax`; `registration.NAMES` lists them.
 
 Each file registers a family of operators: `fused`, `global_keys`, `merge`, `states`, `steps`, `decays`, `normalization` and
 `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator stand side by side.

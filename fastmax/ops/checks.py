@@ -32,8 +32,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         tensor = ACCOMPANYING[name]
         shape = [sizes[axis] for axis in tensor.axes.split()]
         _check_tensor(name, getattr(call, name), shape, tensor.dtype or compute_dtype(q.dtype), q)
-    if call.log_decay is not None and not call.causal:
-        raise ValueError("log_decay needs causal = True")
+    for name, tensor in ACCOMPANYING.items():
+        if tensor.needs_causal and not call.causal and getattr(call, name) is not None:
+            raise ValueError(f"{name} needs causal = True")
     for name in ("left", "right"):
         if getattr(call, name) < -1:
             raise ValueError(f"{name} must be at least -1 (no bound), got {getattr(call, name)}")
