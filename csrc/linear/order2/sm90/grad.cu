@@ -171,11 +171,12 @@ __device__ __forceinline__ void produce(const Block& b) {
   }
 }
 
-// Loads that the consumers issue, the warps in turn: kAhead stages before they are needed, one for each stage that is used.
-// The next load: stage `stage` of `stages` of the block's work tile `item`; count: stages of all work tiles before it.
+// The next load of StageLoads: stage `stage` of the `stages` of the block's work tile `item`. count: loads before it.
 struct LoadPosition {
   int count, stages, stage, item;
 };
+
+// Loads that the consumers issue, the warps in turn: kAhead stages before they are needed, one for each stage that is used.
 template <class Block>
 struct StageLoads {
   using Tile = typename Block::Tile;
