@@ -168,7 +168,7 @@ def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
     with _figure(2, len(dims), path) as (figure, axes):
         for column, d in enumerate(dims):
             for axis, mode, unit in zip(axes[:, column], ("fwd+bwd", "memory"), ("ms", "MiB"), strict=True):
-                _draw(axis, {name: curves[d, mode, name] for name in names}, f"{mode}, {unit}")
+                _draw(axis, {name: curves[d, mode, name] for name in names}, f"{TITLES.get(mode, mode)}, {unit}")
             top = axes[0, column]
             softmax: dict[int, float] = {}
             for name in (name for name in names if name.startswith("sdpa")):
@@ -183,7 +183,8 @@ def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
                     share = math.log(n / below) / math.log(above / below) if above > below else 0.0
                     ms = ours[below] ** (1 - share) * ours[above] ** share
                     top.plot(n, ms, "o", markersize=11, markerfacecolor="none", color=f"C{i}")
-                    top.annotate(f"{n:.0f}", (n, ms), xytext=(6, -14), textcoords="offset points", color=f"C{i}")
+                    place = (6, -14 - 11 * i)  # numbers of curves that meet at one point stand one below the other
+                    top.annotate(f"{n:.0f}", (n, ms), xytext=place, textcoords="offset points", color=f"C{i}")
             first = next(row for row in rows if row["head_dim"] == d)
             switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536) if device else None
             if switch is not None:
@@ -204,7 +205,7 @@ def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
         for column, (heads, d) in enumerate(sizes):
             here = [row for row in rows if (row["heads"], row["head_dim"]) == (heads, d)]
             for axis, mode in zip(axes[:, column], modes, strict=True):
-                _draw(axis, _curves(here, names, mode, lambda row: row["median"]), f"{mode}, ms")
+                _draw(axis, _curves(here, names, mode, lambda row: row["median"]), f"{TITLES.get(mode, mode)}, ms")
             title = here[0]["case"].rpartition(" (")[0]
             axes[0, column].set_title(f"{title} ({here[0]['batch']}, {heads}, n, {d})", fontsize=9)
         figure.suptitle(f"causal attention\n{_where(rows)}", fontsize=10)
@@ -217,7 +218,7 @@ def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
         return row["batch"] * row["tokens"] / row["median"] * 1e3
 
     with _figure(1, 1, path, width=6.5) as (figure, axes):
-        _draw(axes[0, 0], _curves(rows, _providers(rows), "train", tokens_per_s), "tokens/s")
+        _draw(axes[0, 0], _curves(rows, _providers(rows), "train", tokens_per_s), "tokens per second")
         axes[0, 0].set_xlabel("context, tokens")
         title = rows[0]["case"].rpartition(" (")[0]
         memory = f"peak memory: within {memory_spread(rows):.1%} of each other at every context"
@@ -251,13 +252,33 @@ def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row],
     return curves
 
 
+# Provider and mode -> how figures call them
+TITLES = {
+    "fastmax_p1": "fastmax, p = 1",
+    "fastmax_p2": "fastmax, p = 2",
+    "fastmax_flash": "softmax, fastmax.flash_attention",
+    "sdpa_cudnn": "softmax, PyTorch (cuDNN)",
+    "sdpa_flash": "softmax, PyTorch (FlashAttention)",
+    "plain": "softmax, PyTorch operations",
+    "plain_cupy": "softmax, CuPy",
+    "fla_based": "FLA parallel_based",
+    "fla_based_chunk": "FLA fused_chunk_based",
+    "fla_linear": "FLA linear attention",
+    "fla_retention": "FLA retention",
+    "fwd": "forward",
+    "fwd+bwd": "forward and backward",
+}
+
+
 def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     """Draws curves on log-log axes. A provider has the same colour everywhere, also if it or another has no points."""
     from matplotlib.ticker import LogLocator
 
     for i, (name, points) in enumerate(curves.items()):
         if points:
-            axis.plot(*zip(*sorted(points.items()), strict=True), "o-", markersize=3, color=f"C{i}", label=name)
+            axis.plot(
+                *zip(*sorted(points.items()), strict=True), "o-", markersize=3, color=f"C{i}", label=TITLES.get(name, name)
+            )
     axis.set(xscale="log", yscale="log", ylabel=label)
     sizes = sorted(set().union(*curves.values()))
     shown = sizes[:: -(-len(sizes) // 6)] if sizes else []
@@ -286,13 +307,15 @@ def _figure(rows: int, columns: int, path: Path, width: float = 4.2):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, 3.5 * rows), sharex="col", squeeze=False)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(width * columns, 3.5 * rows), sharex="col", squeeze=False, layout="constrained"
+    )
     yield figure, axes
     for axis in axes[-1]:
         axis.set_xlabel(axis.get_xlabel() or "tokens")
     lines = {line.get_label(): line for axis in axes.flat for line in axis.get_legend_handles_labels()[0]}
-    axes[0, 0].legend(handles=list(lines.values()), fontsize=8)
-    figure.tight_layout()
+    per_row = max(1, round(width * columns / 2.4))
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=per_row, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

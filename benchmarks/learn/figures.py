@@ -27,15 +27,19 @@ def draw(results: Path, figures: Path = FIGURES) -> list[Path]:
             print(f"{name}: no {experiment}.csv in {results}")
             continue
         path = figures / f"learn_{name}.png"
-        _save(function(found), path)
+        _save(function(found), found, path)
         print(f"wrote {path}")
         written.append(path)
     return written
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure, found: list[Row], path: Path) -> None:
+    """Writes a figure with the commits and the device of its rows."""
     import matplotlib.pyplot as plt
 
+    commits = dict.fromkeys(row["commit"] for row in found if row.get("commit"))
+    devices = dict.fromkeys(row["device"].partition(",")[0] for row in found if row.get("device"))
+    figure.suptitle(f"{', '.join(devices)}, commits {', '.join(commits)}", fontsize=8, color="gray")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -62,6 +66,7 @@ def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bo
         axis.set(xlabel=x, ylabel=y)
         if log:
             axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:.0f}")
     return _with_legend(figure)
 
 
@@ -117,7 +122,8 @@ def ablation(found: list[Row]):
         losses = {title: above(own, name, "p2_all") for name, title in in_order(own, TITLES).items() if name != "p2_all"}
         axis.barh(list(losses), list(losses.values()))
         axis.invert_yaxis()
-        axis.set(xlabel="loss above that of all parts, nats per byte")
+        axis.set(xlabel="loss above all parts, nats per byte")
+    figure.set_size_inches(7.5, 4.0)
     return figure
 
 
@@ -129,6 +135,7 @@ def recall(found: list[Row]):
         for name in in_order(own, RECALL):
             axis.plot(*curve(own, "at", variant=name, lr=best_rate(own, name, setting)), **styles[name])
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
         axis.set(xlabel="pairs", ylabel="values recalled, %", ylim=(-2, 102))
     return _with_legend(figure)
 
