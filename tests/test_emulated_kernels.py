@@ -456,7 +456,7 @@ UNORDERED = {
         {f"if (m == 0) {BARRIER}": ""},
         LOOSE_PRODUCT,
     ),
-    "sums of rows read without their barrier": (ORDER_1, WALK, {"vectors.wait_until_full(vector_at);": ""}, LOOSE_STORE),
+    "sums of rows read without their barrier": (ORDER_1, WALK, {"b.vectors.wait_until_full(vector_at);": ""}, LOOSE_STORE),
 }
 
 
