@@ -48,7 +48,9 @@ class FirstForward:
         if torch.compiler.is_compiling():
             if self.suspicion is not None and self.config._attn_implementation == NAME:
                 raise ValueError(self.suspicion)
-        elif self.config._attn_implementation == NAME and not any(map(is_tracing, (None, *args, *kwargs.values()))):
+        elif self.config._attn_implementation == NAME and not any(
+            map(is_tracing, (None, next(module.parameters(), None), *args, *kwargs.values()))
+        ):
             observer = observer_at_work()
             if observer is not None and observer.root is module:  # left by an interrupt
                 observer.stop()
