@@ -26,7 +26,7 @@ NO_KEYS = 0.0  # the denominator of a query without keys
 
 
 class WindowMask(NamedTuple):
-    """Which pairs of a tile are in the exact window: two matrices (rows, cols) of 0 and 1 that sum to 1."""
+    """The pairs of a tile inside the exact window and outside: two matrices (rows, cols) of 0 and 1 that sum to 1."""
 
     is_local: Tensor
     is_global: Tensor

@@ -24,7 +24,7 @@ _UNINITIALISED = "empty"  # in the names of operators whose result is written la
 
 
 class Label(enum.Enum):
-    """What is known of the values of a tensor. A tensor without label is an activation."""
+    """The kinds of values that a tensor can hold. A tensor without label is an activation."""
 
     CONSTANT = "computed from parameters, buffers and constants alone, without a product"
     SCORES = "computed from a product of two activations"
