@@ -223,8 +223,8 @@ def test_random_configurations(seed, capsys):
 
 # ---- the backward in one kernel
 
-# Of as many keys and blocks of them as quadratic/sm90/fused_bwd_plan.h asks for, on up to 132 multiprocessors. The first that
-# fails says most: whole tiles, both kinds of tails, groups of heads, everything else.
+# Calls with enough keys and blocks for the fused backward (quadratic/sm90/fused_bwd_plan.h) on up to 132 multiprocessors, the
+# simplest first: whole tiles, both kinds of tails, groups of heads, everything else.
 FUSED_ROWS = [
     dict(n=64, m=1024, causal=False, b=4, h=9),
     dict(n=128, m=1152, b=1, h=16),

@@ -211,7 +211,7 @@ def backward(
         def of_queries(x: Tensor, part=part) -> Tensor:
             return part.turned(part.queries_of(x))
 
-        # Where z is 0, the quotient is not used. Where z is infinite, the part has no weight.
+        # If z is 0, the quotient is not used. If z is infinite, the part has no weight.
         grad_z = None if grad_lse is None else of_queries(grad_lse) / z
         arguments = (of_queries(grad_o), grad_z, *part.operands(q, k, v), of_queries(results.o), z, part.call)
         into = {"q": part.queries_of(grads["q"]), "k": part.keys_of(grads["k"]), "v": part.keys_of(grads["v"])}

@@ -153,7 +153,7 @@ class Library:
         return self._library.emulator_kernels().decode()
 
     def kept_bytes(self, algorithm: str, direction: str, tensors: dict[str, torch.Tensor | None], **numbers: float) -> int:
-        """Of `saved`, which a call leaves or takes (csrc/core/algorithm.h)."""
+        """Returns the bytes of the argument `saved` of a call (csrc/core/algorithm.h)."""
         self._give(tensors, numbers)
         return self._library.emulator_kept_bytes(algorithm.encode(), int(direction == "backward"))
 

@@ -215,9 +215,9 @@ def _check_dispatch(model: PreTrainedModel) -> None:
 
 
 def _takes_attention_from_a_table(model: PreTrainedModel) -> bool:
-    """Whether attention layers are of classes that the model's file lists by implementation, without fastmax.
+    """Returns whether attention layers are of classes that the model's file lists by implementation, without fastmax.
 
-    Where the model has no parts yet, those of the same model with "eager" attention, made on the meta device, tell.
+    If the model has no parts yet, the parts are those of the same model with "eager" attention, made on the meta device.
     """
     tables = [table for table in vars(sys.modules[type(model).__module__]).values() if isinstance(table, dict)]
     listed = [kind for table in tables if "eager" in table and NAME not in table for kind in table.values()]
