@@ -97,7 +97,8 @@ CASES = [
     ),
     *quadratic(200, 257, 32, h=4, hk=2),
     *quadratic(130, 257, 96, causal=False),
-    # The fused backward needs at least this many keys (fused_bwd_plan.h); its blocks wait for each other, side by side and one after the other.
+    # The fused backward needs at least this many keys (fused_bwd_plan.h). Its blocks wait for each other, side by side and one
+    # after the other.
     Case("quadratic", "quadratic_sm90", 130, 1100, 128, hk=1, padding=True, fused=True),
     Case("flash", "flash_sm90", 130, 1100, 128, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
     Case("flash", "flash_sm90", 70, 1100, 128, fused=True, multiprocessors=4, resident=1),

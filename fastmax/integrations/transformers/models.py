@@ -215,7 +215,7 @@ def _check_dispatch(model: PreTrainedModel) -> None:
 
 
 def _takes_attention_from_a_table(model: PreTrainedModel) -> bool:
-    """Returns whether attention layers are of classes that the model's file lists by implementation, without fastmax.
+    """Returns whether attention layers have classes that the model's file lists by implementation, without fastmax.
 
     If the model has no parts yet, the parts are those of the same model with "eager" attention, made on the meta device.
     """
