@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention
 from fastmax.eager.planner import plan_linear, plan_quadratic
+from fastmax.ops.registration import OPERATORS
 from fastmax.testing.reference import naive_attention as definition
 
 CPU = torch.device("cpu")
@@ -252,6 +253,11 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
             torch.testing.assert_close(x.grad, expected[f"grad {name}"])
         else:
             assert x.grad is None
+
+
+def pytorch_implementation(name: str) -> Callable:
+    """Returns what computes a registered operator where no kernel does."""
+    return OPERATORS[name].implementation
 
 
 def check_operator(operator, arguments: tuple, traced: bool) -> None:

@@ -1,13 +1,19 @@
-"""Loading the CUDA library: each reason why kernels do not run is one sentence, a library of another version an error."""
+"""The CUDA library: why it does not run is one sentence, another version of it an error; and which calls its kernels compute."""
 
+import re
 import shutil
 import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
-from fastmax.ops import extension
+from fastmax.ops import extension, normalization, row_softmax, steps
+from fastmax.ops.registration import OPERATORS, Operator
 
 
 @pytest.fixture(autouse=True)
@@ -177,26 +183,101 @@ def test_other_errors_stay(error):
     assert raised.value is error
 
 
-@pytest.mark.parametrize("error", [ValueError("k must have q's dtype"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
-def test_errors_of_the_pytorch_implementation_have_their_types(error):
-    """Handed on by the library, they come back through its interface as a RuntimeError without a type."""
-
-    def library_call():
-        try:
-            extension.remembering(fails(error))()
-        except Exception:
-            raise RuntimeError("fastmax::eager_forward failed: ") from None
-
-    with pytest.raises(type(error)) as raised:
-        extension.call(library_call)
-    assert raised.value is error
+# ---- who runs a call
 
 
-def test_errors_of_other_calls_are_not_remembered():
-    with pytest.raises(ValueError):
-        extension.remembering(fails(ValueError("before")))()
-    with pytest.raises(RuntimeError, match="after"):
-        extension.call(fails(RuntimeError("after")))
-    with pytest.raises(ValueError):
-        extension.remembering(fails(ValueError("later")))()
-    assert extension._failures.raised is None, "an exception would keep the tensors of its frames"
+@pytest.fixture
+def operator(monkeypatch):
+    """The operator of row softmax, as if it had a kernel for tensors of at most 8 columns; `operator.ran` lists who ran."""
+    original, ran = OPERATORS["softmax"], []
+
+    def runs(name, function):
+        def run(*arguments):
+            ran.append(name)
+            return function(*arguments)
+
+        return run
+
+    def covers(x, algorithm):
+        return x.shape[-1] <= 8
+
+    kernel = runs("kernel", original.implementation)
+    operator = Operator(runs("dispatcher", original.overload), runs("implementation", original.implementation), kernel, covers)
+    operator.ran = ran
+    return operator
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_the_kernel_runs_what_it_covers(operator):
+    for columns, who in ((8, "kernel"), (9, "implementation")):
+        x = torch.randn(3, columns)
+        assert_close(operator(x, "safe"), x.softmax(-1))
+        assert operator.ran == [who]
+        operator.ran.clear()
+        operator.run(x, "safe")
+        assert operator.ran == [who], "a dispatched call"
+        operator.ran.clear()
+
+
+@pytest.mark.parametrize("what", ["autograd", "mode", "vmap", "forward mode", "trace", "subclass", "fake"])
+def test_a_call_that_others_must_see_is_dispatched(what, operator):
+    x = torch.randn(3, 8, requires_grad=what == "autograd")
+    if what == "mode":
+        with FlopCounterMode(display=False):
+            operator(x, "safe")
+    elif what == "vmap":
+        torch.vmap(lambda x: operator(x, "safe"))(x)
+    elif what == "forward mode":
+        with torch.autograd.forward_ad.dual_level():
+            operator(x, "safe")
+    elif what == "trace":
+        torch.jit.trace(lambda x: operator(x, "safe"), (x,), check_trace=False)
+    elif what == "subclass":
+        operator(x.as_subclass(Subclass), "safe")
+    elif what == "fake":
+        with FakeTensorMode() as mode:
+            x = mode.from_tensor(x)
+        operator(x, "safe")
+    else:
+        operator(x, "safe")
+    assert operator.ran[0] == "dispatcher"
+
+
+def test_without_gradients_nothing_is_dispatched(operator):
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.no_grad():
+        operator(x, "safe")
+    operator(x.detach(), "safe")
+    assert operator.ran == ["kernel", "kernel"]
+
+
+def test_no_kernel_takes_tensors_of_a_cpu():
+    x = torch.randn(1, 2, 3, 4)
+    assert not extension.has_dtype(x) and not extension.has_kernels(x, x)
+    assert not OPERATORS["forward"].covers(x, x, x, *[None] * 6, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False)
+
+
+def test_limits_are_those_of_the_kernels():
+    """Python decides who runs a call; the bindings refuse what no kernel computes."""
+    csrc = Path(__file__).parents[1] / "csrc"
+
+    def number(header, pattern):
+        (found,) = re.findall(pattern, (csrc / header).read_text())
+        return eval(found, {"INT_MAX": 2**31 - 1})
+
+    head_dims = re.search(r"using NativeHeadDims = HeadDims<([\d, ]+)>", (csrc / "core/dispatch.h").read_text())[1]
+    assert max(map(int, head_dims.split(","))) == extension.MAX_HEAD_DIM
+    assert number("decode/decode.h", r"kMaxDecodeHeadDim = (\d+)") == extension.MAX_HEAD_DIM
+    assert number("normalize/normalize.h", r"kMaxNormalizedDim = (\d+)") == extension.MAX_HEAD_DIM
+    assert number("normalize/normalize.h", r"kMaxNormalizedRows = ([\w /]+);").__floor__() == normalization._MAX_ROWS
+    assert (
+        float.fromhex(re.search(r"kMaxNormalizedLim = (\w+)", (csrc / "normalize/normalize.h").read_text())[1])
+        == normalization._MAX_LIM
+    )
+    assert number("decode/buffered.h", r"kMaxBufferedPlaces = (\d+)") == steps._MAX_PLACES
+    assert (
+        "kMaxSoftmaxWidth = int64_t{1} << 30;" in (csrc / "softmax/softmax.h").read_text() and row_softmax._MAX_WIDTH == 1 << 30
+    )

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from common import assert_replayed, capture, relative, torch_warns
+from common import assert_replayed, capture, pytorch_implementation, relative, torch_warns
 
 import fastmax
 from fastmax import eager, fastmax_attention
@@ -250,7 +250,7 @@ def test_the_library_registers_every_operator():
     pieces = ("prefill_saved_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
     states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *pieces)
     for name in ("forward", "backward", "merge_", "global_forward_", "global_backward_", *steps, *states, "finite_decay"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax_cuda::{name}", "CUDA"), name
 
 
 @by_mode
@@ -464,7 +464,7 @@ def sampled(arguments, grad_o, rows, keys):
     (grad_q,) = torch.autograd.grad(o, q_rows, grad_o[rows])
     del w
 
-    every_o, every_z = (x[0, 0] for x in torch.ops.fastmax.eager_forward(*widened(arguments[:-2]), "linear", False))
+    every_o, every_z = (x[0, 0] for x in pytorch_implementation("forward")(*widened(arguments[:-2]), "linear", False))
     every_z = every_z.unsqueeze(-1)
     assert relative(every_o[rows], o.detach()) < 1e-8 and relative(every_z[rows], z.detach()) < 1e-10
     k_some, v_some = k[keys].requires_grad_(), v[keys].requires_grad_()
@@ -603,7 +603,7 @@ def test_highest_and_high_are_two_arithmetics(p, algorithm):
     """True fp32 is right to 1e-6, TF32 to 1e-3 and visibly worse than fp32."""
     case = size("", 600, h=4, hk=2, p=p)
     tensors = verify.random_tensors(case, DEVICE)
-    exact = verify.run(verify.definition, tensors, case.options, torch.float64)
+    exact = verify.run(verify.naive_attention, tensors, case.options, torch.float64)
     errors = {}
     for precision in ("highest", "high", "medium"):
         with verify.matmul_precision(precision):
@@ -643,7 +643,7 @@ def test_huge_scores(mode, magnitude, algorithm, precision):
     case = in_mode(size("", 300, magnitude=magnitude, temperature=1.0, algorithm=algorithm), mode)
     tensors = verify.random_tensors(case, DEVICE)
     plain = {name: value for name, value in case.options.items() if name != "algorithm"}
-    exact = verify.run(verify.definition, tensors, plain, torch.float64)
+    exact = verify.run(verify.naive_attention, tensors, plain, torch.float64)
     for name, x in verify.run(fastmax_attention, tensors, case.options).items():
         assert exact[name].abs().max() < 6e4
         assert relative(x, exact[name]) <= 4 * verify.ROUNDING[case.mode], name
@@ -684,7 +684,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
 
 
 @by_algorithm
-@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor", "bounds, not causal"])
+@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor"])
 def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
     sizes = {"head dim 300": {"d": 300}, "value dim 300": {"dv": 300}}.get(what, {})
     arguments, grad_o = operands(size("", 70, 90, h=4, hk=2, mask=True, noise=True, **sizes), "fp32", algorithm)
@@ -693,18 +693,13 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
     if what == "rpe tensor":
         rpe = torch.randn(159, 64, device=DEVICE)
         arguments = (*arguments[:5], rpe, *arguments[6:])
-    if what == "bounds, not causal":
-        if algorithm == "quadratic":
-            pytest.skip("the quadratic kernels know them: tests/test_packed_kernels.py")
-        first = torch.arange(70, dtype=torch.int32, device=DEVICE) // 20 * 20
-        arguments = (*arguments[:7], first.expand(2, 2, 70), None, *arguments[9:14], False, *arguments[15:])
     q, k, v, *rest = arguments
     o, z = torch.ops.fastmax.forward(*arguments)
-    expected = torch.ops.fastmax.eager_forward(*arguments)
+    expected = pytorch_implementation("forward")(*arguments)
     assert torch.equal(o, expected[0]) and torch.equal(z, expected[1])
-    assert what in ("rpe tensor", "bounds, not causal") or relative(z, denominators(*widened(arguments))) < 1e-5
+    assert what == "rpe tensor" or relative(z, denominators(*widened(arguments))) < 1e-5
     grads = torch.ops.fastmax.backward(grad_o, None, q, k, v, o, z, *rest)
-    for x, y in zip(grads, torch.ops.fastmax.eager_backward(grad_o, None, q, k, v, o, z, *rest), strict=True):
+    for x, y in zip(grads, pytorch_implementation("backward")(grad_o, None, q, k, v, o, z, *rest), strict=True):
         assert torch.equal(x, y)
     assert grads[3].shape == ((159, 64) if what == "rpe tensor" else (0,))
     assert grads[4].shape == (0,)
@@ -801,7 +796,7 @@ def test_decode_step(p, masked, fades, dtype, d, dv):
 def test_generating_equals_the_parallel_form(p, dtype):
     case = size("", 40, h=4, hk=2, p=p)._replace(dtype=dtype)
     tensors = verify.random_tensors(case, DEVICE)
-    exact = verify.definition(**{name: x.double() for name, x in tensors.items()}, **case.options)
+    exact = verify.naive_attention(**{name: x.double() for name, x in tensors.items()}, **case.options)
     state = fastmax.decoding.init_state(2, 2, 64, dtype=dtype, device=DEVICE, p=p, temperature=case.options["temperature"])
     outputs = []
     for tokens in zip(*(x.split(1, dim=2) for x in tensors.values()), strict=True):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import capture, make_decay, relative, torch_warns
+from common import capture, make_decay, pytorch_implementation, relative, torch_warns
 from test_kernels import DEVICE, MODES, WHY_NOT, by_mode, precision  # noqa: F401
 
 import fastmax
@@ -453,9 +453,9 @@ def test_gradients_in_phases(d, h, n, p, decay):
     given = arguments(Case(n, d, b=1, h=h, hk=h, decay=decay, p=p), "bf16")
     grads = output_grads(given)
     wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
-    o, z, *state = torch.ops.fastmax.eager_prefill(*wide)
+    o, z, *state = pytorch_implementation("prefill")(*wide)
     grads_and_tokens = (grads["o"].float(), *list(grads.values())[1:], *wide[:3])
-    exact = torch.ops.fastmax.eager_prefill_backward(*grads_and_tokens, o, z, *state, *wide[3:])
+    exact = pytorch_implementation("prefill_backward")(*grads_and_tokens, o, z, *state, *wide[3:])
     exact = dict(zip(("q", "k", "v", "log_decay", "kv_state", "k_sum"), exact, strict=True))
     compare(gradients(operator, given, grads), exact, "bf16")
 

@@ -8,6 +8,7 @@ from common import by_order, in_turn, relative
 from fastmax import ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score
+from fastmax.ops.registration import Operator
 
 CASES = {
     "one token": {"n": 1},
@@ -149,10 +150,10 @@ def test_what_is_kept_is_of_the_call_s_score(monkeypatch):
     seen = {}
 
     def record(operator, *arguments):
-        seen[operator] = dict(zip((x.name for x in operator._schema.arguments), arguments, strict=True))
-        return operator(*arguments)
+        seen[operator] = dict(zip((x.name for x in operator.overload._schema.arguments), arguments, strict=True))
+        return operator.run(*arguments)
 
-    monkeypatch.setattr(ops.extension, "call", record)
+    monkeypatch.setattr(Operator, "__call__", record)
     *state, saved = ops.state_of_keys(k, v, call, keep=True)
     o, z = ops.prefill_saved_(q, k, v, call, *state, saved)
     g, e = ops.gradients_of_sums(o, None, o, z)

@@ -1,9 +1,7 @@
-// fastmax::forward and fastmax::backward for CUDA tensors: checks, params, choice of the algorithm. Python declares the schemas
-// (fastmax/ops/). Calls without kernels go to the PyTorch implementation, fastmax::eager_forward and eager_backward.
+// fastmax_cuda::forward and backward: checks, params, choice of the algorithm. Python declares the schemas (fastmax/ops/).
 //
-// fastmax::global_forward_ and global_backward_ compute a causal call for the global keys of an exact window, and merge it in
-// place with the result of the local keys. If no kernel merges, fastmax::eager_global_forward_ and eager_global_backward_ call
-// the operators without merging and merge themselves.
+// fastmax_cuda::global_forward_ and global_backward_ compute a causal call for the global keys of an exact window, and merge it in
+// place with the result of the local keys. Kernels that cannot merge write to memory of their own, which is merged afterwards.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -15,6 +13,7 @@
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
 #include "bindings/layout.h"
+#include "bindings/merge.h"
 #include "bindings/operands.h"
 #include "bindings/run.h"
 #include "bindings/torch_abi.h"
@@ -63,8 +62,10 @@ void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_
   }
 }
 
+// The linear algorithm has no bounds of keys without `causal`.
 const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool causal, int64_t order) {
-  if (name == "quadratic") return kQuadraticAlgorithm;
+  const bool has_bounds = x.k_start.has_value() || x.k_end.has_value();
+  if (name == "quadratic" || (has_bounds && !causal)) return kQuadraticAlgorithm;
   if (name == "linear") return kLinearAlgorithm;
   AttentionParams p{};
   fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
@@ -86,13 +87,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
+  check_kernels_cover(inputs);
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
-  if (!has_attention_kernels(inputs, chosen, causal)) {
-    const auto [o, z] =
-        call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, attention_mask, drop_noise, rpe_matrix, log_decay, k_start,
-                         k_end, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
-    return {o, z};
-  }
 
   Tensor z = empty_per_query(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
@@ -122,13 +118,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
+  check_kernels_cover(inputs);
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
-  if (!has_attention_kernels(inputs, chosen, causal)) {
-    const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
-        call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, attention_mask, drop_noise,
-                         rpe_matrix, log_decay, k_start, k_end, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
-    return {grad_q, grad_k, grad_v, grad_rpe, grad_log_decay};
-  }
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
@@ -174,19 +165,20 @@ bool is_writable(const Tensor& x) {
 }
 
 Tensor global_forward(const Tensor& o, const Tensor& local_lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
-                   double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
+                      const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
+                      double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_global(inputs, scale, order, algorithm);
+  check_kernels_cover(inputs);
   check_device("o", o, q);
   check_shape("o", o, {q.size(0), q.size(1), q.size(2), v.size(3)});
   FASTMAX_CHECK(o.scalar_type() == q.scalar_type(), "o must have q's dtype");
   check_per_query("lse", local_lse, q);
-  const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
+  check_float("lse", local_lse);
   const bool is_one_head_after_the_other = local_lse.stride(2) == 1 && local_lse.stride(0) == local_lse.stride(1) * local_lse.size(1);
-  if (has_attention_kernels(inputs, chosen, /*causal=*/true) && is_writable(o) &&
-      is_one_head_after_the_other && local_lse.scalar_type() == ScalarType::Float && !is_empty(q) && !is_empty(k)) {
+  if (is_writable(o) && is_one_head_after_the_other && !is_empty(q) && !is_empty(k)) {
+    const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
     const Operands x(inputs);
     FwdParams p{};
     x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
@@ -200,25 +192,32 @@ Tensor global_forward(const Tensor& o, const Tensor& local_lse, const Tensor& q,
       return z;
     }
   }
-  return call_operator<1>("fastmax::eager_global_forward_", o, local_lse, q, k, v, attention_mask, log_decay, k_start, scale, a0, a1, a2,
-                          order, algorithm, allow_tf32)[0];
+  const auto [o_global, z_global] = forward(q, k, v, attention_mask, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven, scale, a0, a1, a2,
+                                            order, /*causal=*/true, /*dropout=*/0., algorithm, allow_tf32);
+  return merge(o, local_lse, o_global, z_global, kNotGiven);
+}
+
+// Adds x to sum in place.
+void add(const Tensor& x, const Tensor& sum) {
+  Tensor written = sum;
+  torch::stable::copy_(written, torch::stable::subtract(sum, x, /*alpha=*/-1.));
 }
 
 Tensor global_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_o, const OptionalTensor& grad_z,
-                    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& z,
-                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
-                    double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
+                       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& z,
+                       const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
+                       double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_global(inputs, scale, order, algorithm);
+  check_kernels_cover(inputs);
   check_results(q, v, o, grad_o, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q);
   check_written("grad_q", grad_q, "q", q);
   check_written("grad_k", grad_k, "k", k);
   check_written("grad_v", grad_v, "v", v);
-  const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
-  if (has_attention_kernels(inputs, chosen, /*causal=*/true) && is_writable(grad_q) && is_writable(grad_k) && is_writable(grad_v) &&
-      !is_empty(q) && !is_empty(k)) {
+  if (is_writable(grad_q) && is_writable(grad_k) && is_writable(grad_v) && !is_empty(q) && !is_empty(k)) {
+    const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
     const Operands x(inputs);
     BwdParams p{};
     x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
@@ -233,14 +232,17 @@ Tensor global_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor&
       return gradients.grad_log_decay;
     }
   }
-  return call_operator<1>("fastmax::eager_global_backward_", grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, attention_mask,
-                          log_decay, k_start, scale, a0, a1, a2, order, algorithm, allow_tf32)[0];
+  const auto [of_q, of_k, of_v, of_rpe, of_log_decay] =
+      backward(grad_o, grad_z, q, k, v, o, z, attention_mask, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven, scale, a0, a1, a2, order,
+               /*causal=*/true, /*dropout=*/0., algorithm, allow_tf32);
+  add(of_q, grad_q), add(of_k, grad_k), add(of_v, grad_v);
+  return of_log_decay;
 }
 
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fastmax::forward));
   m.impl("backward", TORCH_BOX(&fastmax::backward));
   m.impl("global_forward_", TORCH_BOX(&fastmax::global_forward));

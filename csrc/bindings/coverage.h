@@ -1,4 +1,5 @@
-// Coverage: the calls that have kernels. The PyTorch implementation computes all others.
+// Coverage: the calls that have kernels. fastmax/ops/ sends no other calls to the library; direct calls of torch.ops.fastmax_cuda
+// get an error.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +10,16 @@
 #include "core/device.h"
 #include "core/dispatch.h"
 #include "core/params.h"
-#include "linear/algorithm.h"
 
 namespace fastmax {
 
-// Whether kernels exist for the dtype of q, and the library has code for its device.
-inline bool kernels_run_on(const Tensor& q) {
-  const ScalarType dtype = q.scalar_type();
-  return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
-         get_device(q.get_device_index()).problem.empty();
+// Checks that kernels exist for the dtype of x, and that the library has code for its device.
+inline void check_kernels_run_on(const char* name, const Tensor& x) {
+  const ScalarType dtype = x.scalar_type();
+  FASTMAX_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float, name,
+                " must be bfloat16, float16 or float32 for the CUDA kernels");
+  const std::string& problem = get_device(x.get_device_index()).problem;
+  FASTMAX_CHECK(problem.empty(), problem);
 }
 
 inline MathMode math_mode(ScalarType dtype, bool allow_tf32) {
@@ -34,11 +36,12 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
 }
 
-// Whether the algorithm has kernels for a call.
-inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm, bool causal) {
-  const bool has_bounds = x.k_start.has_value() || x.k_end.has_value();
-  return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() &&
-         (causal || !has_bounds || &algorithm != &kLinearAlgorithm);
+// Checks that attention kernels exist for the inputs of a call.
+inline void check_kernels_cover(const AttentionInputs& x) {
+  check_kernels_run_on("q", x.q);
+  FASTMAX_CHECK(head_dim_of(x.q, x.v) != 0, "q and v must have a head_dim up to", NativeHeadDims::list(), ", got ", x.q.size(3), " and ",
+                x.v.size(3));
+  FASTMAX_CHECK(!x.rpe_matrix.has_value(), "rpe_matrix has no kernels");
 }
 
 }  // namespace fastmax

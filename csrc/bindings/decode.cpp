@@ -1,4 +1,4 @@
-// fastmax::decode_step, decode_step_ and buffered_step_ for CUDA tensors: one token of generation (decode.h, buffered.h).
+// fastmax_cuda::decode_step, decode_step_ and buffered_step_: one token of generation (decode.h, buffered.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -31,9 +31,11 @@ void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   check_state(q, k, v, kv_state, k_sum, order);
 }
 
-// Whether the kernel computes this call.
-bool is_covered(const Tensor& q, const Tensor& v) {
-  return kernels_run_on(q) && std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim;
+// Checks that the kernel computes this call.
+void check_covered(const Tensor& q, const Tensor& v) {
+  check_kernels_run_on("q", q);
+  FASTMAX_CHECK(std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim, "q and v must have a head_dim up to ", kMaxDecodeHeadDim, ", got ",
+                q.size(3), " and ", v.size(3));
 }
 
 // Uninitialised, (b, h, 1, dv).
@@ -88,11 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
                                                int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state_in, k_sum_in, attention_mask, log_decay, scale, order);
-  if (!is_covered(q, v)) {
-    const auto [o, new_kv_state, new_k_sum] = call_operator<3>("fastmax::eager_decode_step", q, k, v, kv_state_in, k_sum_in,
-                                                               attention_mask, log_decay, scale, a0, a1, a2, order);
-    return {o, new_kv_state, new_k_sum};
-  }
+  check_covered(q, v);
   const Tensor kv_state = dense(kv_state_in), k_sum = dense(k_sum_in);
   const Tensor new_kv_state = torch::stable::empty_like(kv_state), new_k_sum = torch::stable::empty_like(k_sum);
   const Tensor o = advance(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, scale, a0, a1, a2, order);
@@ -113,10 +111,7 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
   }
   FASTMAX_CHECK(!log_decay.has_value() || (!overlap(kv_state, *log_decay) && !overlap(k_sum, *log_decay)),
                   "log_decay must not overlap kv_state and k_sum, which are written in place");
-  if (!is_covered(q, v)) {
-    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, kv_state, k_sum, attention_mask, log_decay, scale, a0, a1, a2,
-                            order)[0];
-  }
+  check_covered(q, v);
   return advance(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, scale, a0, a1, a2, order);
 }
 
@@ -170,10 +165,8 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
     }
   }
   const int64_t places = local_keys.size(2);
-  if (!is_covered(q, v) || places > kMaxBufferedPlaces) {
-    return call_operator<1>("fastmax::eager_buffered_step_", q, k, v, kv_state, k_sum, local_keys, local_values, local_mask, local_decays,
-                            buffered, attention_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
-  }
+  check_covered(q, v);
+  FASTMAX_CHECK(places <= kMaxBufferedPlaces, "local_keys must have at most ", kMaxBufferedPlaces, " places, got ", places);
   const int device = q.get_device_index();
   const Tensor o = empty_output(q, v);
   BufferedParams p{};
@@ -193,7 +186,7 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("decode_step", TORCH_BOX(&fastmax::decode_step));
   m.impl("decode_step_", TORCH_BOX(&fastmax::decode_step_in_place));
   m.impl("buffered_step_", TORCH_BOX(&fastmax::buffered_step_in_place));

@@ -1,4 +1,4 @@
-// fastmax::finite_decay for CUDA tensors (decay/decay.h).
+// fastmax_cuda::finite_decay (decay/decay.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -9,6 +9,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
 #include "bindings/torch_abi.h"
 #include "decay/decay.h"
@@ -20,10 +21,9 @@ std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, bool continues,
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("log_decay", log_decay));
   FASTMAX_CHECK(log_decay.dim() == 3, "log_decay must have shape (b, hk, m), got ", shape_text(log_decay.sizes()));
   const int64_t b = log_decay.size(0), hk = log_decay.size(1), m = log_decay.size(2);
-  if (wide || !kernels_run_on(log_decay) || m > INT_MAX / 2 || b > INT_MAX || hk > INT_MAX || b * hk > INT_MAX) {
-    const auto [finite, k_start] = call_operator<2>("fastmax::eager_finite_decay", log_decay, continues, wide);
-    return {finite, k_start};
-  }
+  check_kernels_run_on("log_decay", log_decay);
+  FASTMAX_CHECK(!wide, "wide must be False for the CUDA kernels");
+  FASTMAX_CHECK(m <= INT_MAX / 2 && b <= INT_MAX && hk <= INT_MAX && b * hk <= INT_MAX, "log_decay is too large: ", shape_text(log_decay.sizes()));
   const int device = log_decay.get_device_index();
   const Tensor finite = empty_dense(log_decay, ScalarType::Float);
   const Tensor k_start = empty_dense(log_decay, ScalarType::Int);
@@ -45,6 +45,6 @@ std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, bool continues,
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("finite_decay", TORCH_BOX(&fastmax::finite_decay));
 }

@@ -1,4 +1,4 @@
-// fastmax::flash_forward and fastmax::flash_backward for CUDA tensors: like attention.cpp, for softmax.
+// fastmax_cuda::flash_forward and fastmax_cuda::flash_backward: like attention.cpp, for softmax.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -33,11 +33,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
-  if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
-    const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, attention_mask, log_decay, k_start,
-                                           k_end, scale, causal, left, right, allow_tf32);
-    return {o, lse};
-  }
+  check_kernels_cover(inputs);
 
   Tensor lse = empty_per_query(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
@@ -64,12 +60,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   check_window(left, right);
   check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
   if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q_in);
-  if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
-    const auto [grad_q, grad_k, grad_v, grad_log_decay] =
-        call_operator<4>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in, lse, attention_mask, log_decay,
-                         k_start, k_end, scale, causal, left, right, allow_tf32);
-    return {grad_q, grad_k, grad_v, grad_log_decay};
-  }
+  check_kernels_cover(inputs);
   check_float("lse", lse);
   if (grad_lse.has_value()) check_float("grad_lse", *grad_lse);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
@@ -89,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("flash_forward", TORCH_BOX(&fastmax::flash_forward));
   m.impl("flash_backward", TORCH_BOX(&fastmax::flash_backward));
 }

@@ -1,4 +1,4 @@
-// fastmax::merge_ for CUDA tensors (merge.h).
+// fastmax_cuda::merge_ (merge.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -10,7 +10,9 @@
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
+#include "bindings/merge.h"
 #include "bindings/torch_abi.h"
 #include "merge/merge.h"
 
@@ -45,13 +47,13 @@ void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, con
   FASTMAX_CHECK(!overlap(lse, z_global), "z_global must not overlap lse, which is written over");
 }
 
-// Whether the kernel computes this call.
-bool is_covered(const Tensor& o) { return kernels_run_on(o) && (o.stride(3) == 1 || o.size(3) == 1); }
+}  // namespace
 
 Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_global_in, const Tensor& z_global, const OptionalTensor& shift) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("o", o));
   check_merge(o, lse, o_global_in, z_global, shift);
-  if (!is_covered(o)) return call_operator<1>("fastmax::eager_merge_", o, lse, o_global_in, z_global, shift)[0];
+  check_kernels_run_on("o", o);
+  FASTMAX_CHECK(o.stride(3) == 1 || o.size(3) == 1, "o must have unit stride in its last dimension");
 
   const Tensor z = empty_dense(z_global, ScalarType::Float);
   if (is_empty(z)) return z;
@@ -76,9 +78,8 @@ Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_global_in, cons
   return z;
 }
 
-}  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("merge_", TORCH_BOX(&fastmax::merge));
 }

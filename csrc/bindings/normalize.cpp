@@ -1,4 +1,4 @@
-// fastmax::normalize_tokens and its gradient for CUDA tensors (normalize/normalize.h).
+// fastmax_cuda::normalize_tokens and its gradient (normalize/normalize.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -11,6 +11,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
 #include "bindings/torch_abi.h"
 #include "normalize/normalize.h"
@@ -41,10 +42,12 @@ void check_normalized(const char* grad_name, const OptionalTensor& grad, const c
                 wide ? "float64" : "float32");
 }
 
-// Whether the kernels compute this call.
-bool is_covered(const Tensor& q, const Tensor& k, double lim) {
-  return kernels_run_on(q) && q.size(3) <= kMaxNormalizedDim && std::max(q.numel(), k.numel()) <= kMaxNormalizedRows * q.size(3) &&
-         lim <= kMaxNormalizedLim && lim >= 1 / kMaxNormalizedLim;
+// Checks that the kernels compute this call.
+void check_covered(const Tensor& q, const Tensor& k, double lim) {
+  check_kernels_run_on("q", q);
+  FASTMAX_CHECK(q.size(3) <= kMaxNormalizedDim, "q and k must have a head_dim up to ", kMaxNormalizedDim, ", got ", q.size(3));
+  FASTMAX_CHECK(std::max(q.numel(), k.numel()) <= kMaxNormalizedRows * q.size(3), "q and k must have at most ", kMaxNormalizedRows, " rows");
+  FASTMAX_CHECK(lim <= kMaxNormalizedLim && lim >= 1 / kMaxNormalizedLim, "lim must be from 2**-60 to 2**60, got ", lim);
 }
 
 // Returns x if the elements of its rows are contiguous, else a copy.
@@ -100,10 +103,7 @@ bool has_rows(const NormalizeParams& p) { return p.tensors[0].rows > 0 || p.tens
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_tokens(const Tensor& q, const Tensor& k, double lim) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_rows(q, k, lim);
-  if (!is_covered(q, k, lim)) {
-    const auto [q_out, k_out, q_factor, k_factor] = call_operator<4>("fastmax::eager_normalize_tokens", q, k, lim);
-    return {q_out, k_out, q_factor, k_factor};
-  }
+  check_covered(q, k, lim);
   const Tensor q_rows = with_rows(q), k_rows = with_rows(k);
   const Tensor q_out = empty_like_layout(q, q.size(3)), k_out = empty_like_layout(k, k.size(3));
   const Tensor q_factor = empty_factors(q), k_factor = empty_factors(k);
@@ -122,10 +122,7 @@ std::tuple<Tensor, Tensor> normalize_tokens_backward(const OptionalTensor& grad_
   check_rows(q, k, lim);
   check_normalized("grad_q", grad_q, "q_factor", q_factor, q, q);
   check_normalized("grad_k", grad_k, "k_factor", k_factor, k, q);
-  if (!is_covered(q, k, lim)) {
-    const auto [of_q, of_k] = call_operator<2>("fastmax::eager_normalize_tokens_backward", grad_q, grad_k, q, k, q_factor, k_factor, lim);
-    return {of_q, of_k};
-  }
+  check_covered(q, k, lim);
   NormalizeParams p = make_params(q, lim);
   p.aligned = true;
   Tensor copies[2][3];  // operands, possibly copies, that must live until the launch
@@ -148,7 +145,7 @@ std::tuple<Tensor, Tensor> normalize_tokens_backward(const OptionalTensor& grad_
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("normalize_tokens", TORCH_BOX(&fastmax::normalize_tokens));
   m.impl("normalize_tokens_backward", TORCH_BOX(&fastmax::normalize_tokens_backward));
 }

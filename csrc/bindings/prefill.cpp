@@ -34,8 +34,6 @@ void check_tokens(const AttentionInputs& x, double scale, int64_t order) {
   FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
 }
 
-bool is_covered(const AttentionInputs& x) { return has_attention_kernels(x, kLinearFromState, /*causal=*/true); }
-
 void fill(AttentionParams& p, const Operands& x, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
   p.a0 = static_cast<float>(a0), p.a1 = static_cast<float>(a1), p.a2 = order == 2 ? static_cast<float>(a2) : 0.f;
@@ -58,12 +56,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_state(q_in, k_in, v_in, kv_state_in, k_sum_in, order, "kv_state", "k_sum");
-  if (!is_covered(inputs)) {
-    const auto [o, z, new_kv_state, new_k_sum] =
-        call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, attention_mask, log_decay, k_start, kv_state_in, k_sum_in,
-                         scale, a0, a1, a2, order, allow_tf32);
-    return {o, z, new_kv_state, new_k_sum};
-  }
+  check_kernels_cover(inputs);
   const Tensor z = empty_per_query(q_in);
   if (is_empty(q_in)) {
     return {empty_like_layout(q_in, v_in.size(3)), z, dense_copy(kv_state_in, ScalarType::Float), dense_copy(k_sum_in, ScalarType::Float)};
@@ -157,12 +150,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
-  if (!is_covered(inputs)) {
-    const auto [kv_state, k_sum, saved] =
-        call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, attention_mask, log_decay, k_start, scale, a0, a1, a2, order,
-                         allow_tf32, keep);
-    return {kv_state, k_sum, saved};
-  }
+  check_kernels_cover(inputs);
   const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
   if (is_empty(k_in)) return {kv_state, k_sum, empty_saved(k_in, 0)};
 
@@ -221,12 +209,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
   const bool reads_state = log_decay.has_value() && (grad_new_kv_state_in.has_value() || grad_new_k_sum_in.has_value());
   FASTMAX_CHECK(!reads_state || (new_kv_state_in.has_value() && new_k_sum_in.has_value()),
                 "the gradient of log_decay needs new_kv_state and new_k_sum beside their gradients");
-  if (!is_covered(inputs)) {
-    const auto [grad_q, grad_k, grad_v, grad_log_decay, grad_kv_state, grad_k_sum] = call_operator<6>(
-        "fastmax::eager_prefill_backward", grad_o_in, grad_z, grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, o_in, z,
-        new_kv_state_in, new_k_sum_in, attention_mask, log_decay, k_start, kv_state_in, k_sum_in, scale, a0, a1, a2, order, allow_tf32);
-    return {grad_q, grad_k, grad_v, grad_log_decay, grad_kv_state, grad_k_sum};
-  }
+  check_kernels_cover(inputs);
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
@@ -300,10 +283,7 @@ std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const Opti
   check_inputs(inputs, 1., /*causal=*/true);
   check_results(o_in, o_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, o_in);
-  if (!is_covered(inputs)) {
-    const auto [g, e] = call_operator<2>("fastmax::eager_gradients_of_sums", grad_o_in, grad_z, o_in, z);
-    return {g, e};
-  }
+  check_kernels_cover(inputs);
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
   const Tensor o = readable(o_in), grad_o = readable(grad_o_in), dense_z = dense(z);
@@ -332,11 +312,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tenso
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
-  if (!is_covered(inputs)) {
-    const auto [grad_kv_state, grad_k_sum, saved] = call_operator<3>("fastmax::eager_state_of_queries", g, e, q_in, k_in, v_in, log_decay,
-                                                                    k_start, scale, a0, a1, a2, order, allow_tf32, keep);
-    return {grad_kv_state, grad_k_sum, saved};
-  }
+  check_kernels_cover(inputs);
   const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
   if (is_empty(q_in)) return {kv_state, k_sum, empty_saved(k_in, 0)};
 
@@ -386,11 +362,7 @@ std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in,
   check_tokens(inputs, scale, order);
   check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
   check_saved(saved, q_in, k_in);
-  if (!is_covered(inputs)) {
-    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_saved_", q_in, k_in, v_in, attention_mask, log_decay, k_start,
-                                         kv_state_in, k_sum_in, saved, scale, a0, a1, a2, order, allow_tf32);
-    return {o, z};
-  }
+  check_kernels_cover(inputs);
   const Tensor z = empty_per_query(q_in);
   if (is_empty(q_in)) return {empty_like_layout(q_in, v_in.size(3)), z};
 
@@ -418,12 +390,7 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
-  if (!is_covered(inputs)) {
-    const auto [grad_q, pairs] =
-        call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, attention_mask, log_decay, k_start,
-                         kv_state_in, k_sum_in, scale, a0, a1, a2, order, allow_tf32);
-    return {grad_q, pairs};
-  }
+  check_kernels_cover(inputs);
   const Tensor pairs = log_decay.has_value() ? empty_per_query(q_in) : no_elements(e);
   if (is_empty(q_in)) return {zeros_like_layout(q_in, q_in.size(3)), pairs};
 
@@ -462,12 +429,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     check_shape("pairs_of_states", *pairs_of_states, {k_in.size(0), k_in.size(1), 2});
     FASTMAX_CHECK(pairs_of_states->scalar_type() == ScalarType::Double, "pairs_of_states must be float64");
   }
-  if (!is_covered(inputs)) {
-    const auto [grad_k, grad_v, grad_log_decay] = call_operator<3>(
-        "fastmax::eager_prefill_backward_of_keys_", g, e, grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, attention_mask,
-        log_decay, k_start, pairs, pairs_of_states, saved, scale, a0, a1, a2, order, allow_tf32);
-    return {grad_k, grad_v, grad_log_decay};
-  }
+  check_kernels_cover(inputs);
   if (is_empty(q_in)) {
     return {zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)), zero_decay_gradient(log_decay, q_in)};
   }
@@ -504,7 +466,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("prefill", TORCH_BOX(&fastmax::prefill));
   m.impl("prefill_backward", TORCH_BOX(&fastmax::prefill_backward));
   m.impl("state_of_keys", TORCH_BOX(&fastmax::state_of_keys));

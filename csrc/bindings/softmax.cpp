@@ -1,4 +1,4 @@
-// fastmax::softmax for CUDA tensors (softmax.h).
+// fastmax_cuda::softmax (softmax.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -9,6 +9,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
 #include "bindings/torch_abi.h"
 #include "core/device.h"
@@ -16,9 +17,6 @@
 
 namespace fastmax {
 namespace {
-
-// Whether the kernel computes this call.
-bool is_covered(const Tensor& x) { return kernels_run_on(x) && x.size(x.dim() - 1) <= kMaxSoftmaxWidth; }
 
 // The stride from each row of x to the next, in elements; -1 if it differs between rows, in which case the kernel gets a copy.
 int64_t row_stride(const Tensor& x) {
@@ -41,7 +39,8 @@ Tensor softmax(const Tensor& x_in, const std::string& algorithm) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("x", x_in));
   FASTMAX_CHECK(x_in.dim() > 0, "x must have at least one dimension");
   FASTMAX_CHECK(algorithm == "safe" || algorithm == "online", "algorithm must be safe or online, got ", algorithm);
-  if (!is_covered(x_in)) return call_operator<1>("fastmax::eager_softmax", x_in, algorithm)[0];
+  check_kernels_run_on("x", x_in);
+  FASTMAX_CHECK(x_in.size(x_in.dim() - 1) <= kMaxSoftmaxWidth, "x must have at most ", kMaxSoftmaxWidth, " columns");
 
   const Tensor x = row_stride(x_in) < 0 ? dense(x_in) : x_in;
   const Tensor y = empty_dense(x, x.scalar_type());
@@ -63,6 +62,6 @@ Tensor softmax(const Tensor& x_in, const std::string& algorithm) {
 }  // namespace
 }  // namespace fastmax
 
-STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("softmax", TORCH_BOX(&fastmax::softmax));
 }

@@ -1,5 +1,4 @@
-// The part of the libtorch stable ABI that the bindings use: names, errors, allocation, the stream, and calls of other
-// operators.
+// The part of the libtorch stable ABI that the bindings use: names, errors, allocation and the stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,16 +7,11 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <array>
-#include <cstdio>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
-
-#include "bindings/debug.h"
 
 // Declared by libtorch only when it is built with CUDA; this library must also build against a CPU-only one.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -47,20 +41,6 @@ template <class... Parts>
 inline std::string failure() {
   const char* what = torch_exception_get_what_without_backtrace == nullptr ? nullptr : torch_exception_get_what_without_backtrace();
   return what == nullptr ? "" : what;
-}
-
-// Calls an operator of fastmax that returns Outputs tensors. Its errors become RuntimeErrors here; fastmax.ops.extension.call
-// raises the original ones.
-template <size_t Outputs, class... Args>
-std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
-  if (is_debugging()) std::fprintf(stderr, "fastmax: %s\n", name);
-  std::array<StableIValue, std::max(Outputs, sizeof...(Args))> stack{torch::stable::detail::from(args)...};
-  if (torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error(std::string(name) + " failed: " + failure());
-  }
-  std::array<Tensor, Outputs> outputs;
-  for (size_t i = 0; i < Outputs; ++i) outputs[i] = torch::stable::detail::to<Tensor>(stack[i]);
-  return outputs;
 }
 
 // If memory runs out, the message contains "out of memory", and fastmax.ops.extension.call raises torch.OutOfMemoryError.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
 from fastmax.core.call import ACCOMPANYING
-from fastmax.ops.registration import NAMES
+from fastmax.ops.registration import OPERATORS
 
 
 class Axes(NamedTuple):
@@ -201,10 +201,10 @@ def _register(name: str, results: tuple[str, ...]) -> None:
     torch.library.register_torch_dispatch(f"fastmax::{name}", DTensor, partial(_run, results=results))
 
 
-for _name in NAMES:
-    if _name.removeprefix("eager_") == "softmax":
+for _name, _operator in OPERATORS.items():
+    if _name == "softmax":
         torch.library.register_torch_dispatch(f"fastmax::{_name}", DTensor, _softmax)
     else:
-        _register(_name, tuple(x.name for x in getattr(torch.ops.fastmax, _name).default._schema.returns))
+        _register(_name, tuple(x.name for x in _operator.overload._schema.returns))
 if hasattr(torch.ops.fastmax, "rotary_factors"):
     _register("rotary_factors", ("cos", "sin"))

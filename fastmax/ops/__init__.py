@@ -1,12 +1,12 @@
-"""The registered operators of `torch.ops.fastmax`; `registration.NAMES` lists them.
+"""The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
 Each file registers a family of operators: `fused`, `global_keys`, `merge`, `states`, `steps`, `decays`, `normalization` and
 `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator stand side by side.
 `registration` registers them, and `autograd` records calls.
 
 The implementation uses PyTorch operations and runs on every device. The compiled library (`fastmax.ops.extension`) adds CUDA
-kernels, which take precedence. Calls that no kernel covers (float64, rpe matrices, head dims above 256, old devices) go
-from the library back to the implementation, which is also registered as `fastmax::eager_<name>`.
+kernels. `registration.Operator` decides which of the two runs a call: no kernel covers float64, rpe matrices, head dims above
+256 and old devices.
 
 `fastmax.core.validation` has checked the arguments, and `fastmax.core.call` flattens them into a schema. `exact_window_*` call
 other operators on every device (`fastmax.ops.exact_window`). `exact_tiles_*` are the quadratic algorithm in PyTorch operations

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastmax import eager
 from fastmax.core.call import CONTINUED, Signature
 from fastmax.ops import extension
-from fastmax.ops.registration import LIBRARY
+from fastmax.ops.registration import LIBRARY, Operator
 
 _NO_SECOND_DERIVATIVE = (
     "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
@@ -49,8 +49,8 @@ class Differentiable(NamedTuple):
     """An attention operator and its gradient. Only the backward uses outputs from the third on."""
 
     signature: Signature
-    forward: torch._ops.OpOverload
-    backward: torch._ops.OpOverload
+    forward: Operator
+    backward: Operator
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
         last = 3 + len(self.signature.tensor_names)
@@ -76,8 +76,8 @@ class Differentiable(NamedTuple):
 class Prefill(NamedTuple):
     """`prefill` and its gradient."""
 
-    forward: torch._ops.OpOverload
-    backward: torch._ops.OpOverload
+    forward: Operator
+    backward: Operator
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
         last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, kv_state and k_sum
@@ -105,8 +105,8 @@ class Prefill(NamedTuple):
 class Normalization(NamedTuple):
     """`normalize_tokens` and its gradient."""
 
-    forward: torch._ops.OpOverload
-    backward: torch._ops.OpOverload
+    forward: Operator
+    backward: Operator
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*output)  # the results, which attention saves too, and the factors
@@ -128,8 +128,8 @@ def register_gradient(operator: Differentiable | Prefill | Normalization, refuse
     def differentiate(ctx, *grads):
         return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
 
-    torch.library.register_autograd(operator.forward, differentiate, setup_context=operator.save, lib=LIBRARY)
-    torch.library.register_autograd(operator.backward, refuse_second, lib=LIBRARY)
+    torch.library.register_autograd(operator.forward.overload, differentiate, setup_context=operator.save, lib=LIBRARY)
+    torch.library.register_autograd(operator.backward.overload, refuse_second, lib=LIBRARY)
 
 
 def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, 
         if eager.in_functorch():
             return operator.forward(*tensors, *options)
     if not torch.is_grad_enabled():
-        return extension.call(operator.forward, *tensors, *options)
+        return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)
 
 
@@ -177,8 +177,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operator, options, *tensors):
         inputs = (*tensors, *options)
-        with torch._C._AutoDispatchBelowAutograd():  # this class replaces the registered gradient
-            output = extension.call(operator.forward, *inputs)
+        output = operator.forward(*inputs)
         operator.save(ctx, inputs, output)
         ctx.operator = operator
         return output
@@ -186,7 +185,5 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # read only once: each access makes a checkpoint recompute
-        if torch.is_grad_enabled():  # create_graph=True: derivatives of these gradients must raise an error
-            return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)
-        with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)
+        # With create_graph=True autograd records this, so that derivatives of these gradients raise an error.
+        return None, None, *ctx.operator.gradients(saved, ctx.options, *grads)

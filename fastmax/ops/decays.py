@@ -47,6 +47,7 @@ _OPERATOR = register(
     "finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor k_start)",
     _finite_decay,
     _fake_finite_decay,
+    covers=lambda log_decay, continues, wide: not wide and extension.has_dtype(log_decay),
 )
 
 
@@ -61,7 +62,7 @@ def _differentiate_finite_decay(ctx, grad, _):
     return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
 
 
-torch.library.register_autograd(_OPERATOR, _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY)
+torch.library.register_autograd(_OPERATOR.overload, _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY)
 
 
 class _FiniteDecay(torch.autograd.Function):
@@ -69,8 +70,7 @@ class _FiniteDecay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = extension.call(_OPERATOR, *inputs)
+        output = _OPERATOR(*inputs)
         _save_finite_decay(ctx, inputs, output)
         return output
 

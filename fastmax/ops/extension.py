@@ -1,18 +1,17 @@
 """The CUDA extension, a compiled library of kernels: loads it, calls it, and says why it does not run.
 
-`setup.py` builds the library from `csrc/`. When loaded, it registers kernels for the operators of `fastmax.ops`. It uses no
+`setup.py` builds the library from `csrc/`. When loaded, it implements the operators `torch.ops.fastmax_cuda`. It uses no
 Python symbols, so one file serves every Python and every PyTorch from 2.11 on.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastmax.core.warning import warn
 
@@ -22,7 +21,11 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-SCHEMA_VERSION = 21  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
+# Which calls have kernels. The bindings in csrc/ raise an error for others. Operators add rules of their own.
+MAX_HEAD_DIM = 256
+_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+SCHEMA_VERSION = 22  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
 _problem: str | None = "it was not loaded yet"
 
@@ -97,53 +100,28 @@ def set_debugging(on: bool) -> None:
     change(on)
 
 
-class _Failures(threading.local):
-    raised: list[Exception] | None = None  # exceptions of the PyTorch implementation inside `call`
+def has_dtype(x: Tensor) -> bool:
+    """Returns whether x is on a device that the kernels run on, in a dtype that they have."""
+    return x.is_cuda and x.dtype in _DTYPES and problem(x.device) is None
 
 
-_failures = _Failures()
+def has_kernels(*tensors: Tensor) -> bool:
+    """Returns whether the kernels take these tensors (b, heads, tokens, d), as far as one tensor alone decides."""
+    return has_dtype(tensors[0]) and all([x.dim() == 4 and x.size(3) <= MAX_HEAD_DIM for x in tensors])
 
 
-def remembering(implementation: Callable) -> Callable:
-    """Wraps a PyTorch implementation that the library calls.
-
-    The library calls it through a C interface, which loses the exception that is raised. The wrapper stores it, and `call`
-    raises it again.
-    """
-
-    @wraps(implementation)
-    def run(*arguments):
-        try:
-            return implementation(*arguments)
-        except Exception as error:
-            if _failures.raised is not None:
-                _failures.raised.append(error)
-            raise
-
-    return run
-
-
-def call(operator: Callable, *arguments):
-    """Returns `operator(*arguments)` for an operator that may have a kernel.
+def call(kernel: torch._ops.OpOverload, *arguments):
+    """Returns `kernel(*arguments)`.
 
     Raises:
         torch.OutOfMemoryError: the library ran out of memory. The library itself can only raise a RuntimeError.
-        Exception: the exception of the PyTorch implementation, if the library passed the call on to it.
     """
-    before, _failures.raised = _failures.raised, []
-    raised = _failures.raised
     try:
-        return operator(*arguments)
+        return kernel(*arguments)
     except RuntimeError as error:
-        if type(error) is not RuntimeError:
-            raise
-        if raised:
-            raise raised.pop() from error
-        if "out of memory" in str(error):
+        if type(error) is RuntimeError and "out of memory" in str(error):
             raise torch.OutOfMemoryError(str(error)) from error
         raise
-    finally:
-        _failures.raised = before
 
 
 _checked: set[int | None] = set()

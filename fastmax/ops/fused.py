@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,12 +12,12 @@ from fastmax import eager
 from fastmax.core.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, GLOBAL, Call, Signature
 from fastmax.core.score import Softmax
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import exact_window, extension
+from fastmax.ops import exact_window
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.autograd import Differentiable, compute, refuse_second_derivative, register_gradient
 from fastmax.ops.flops import count_attention
 from fastmax.ops.precision import allow_tf32_of
-from fastmax.ops.registration import register
+from fastmax.ops.registration import OPERATORS, register
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ def attention_backward(
     operator = _part(call)
     tensors, options = operator.signature.flatten(call, allow_tf32_of(q))
     saved = (q, k, v, o, z, *tensors)
-    grads = extension.call(operator.by_name, saved, options, grad_o, grad_z)
+    grads = operator.by_name(saved, options, grad_o, grad_z)
     return grads["q"], grads["k"], grads["v"], None if call.log_decay is None else grads["log_decay"]
 
 
@@ -113,26 +114,42 @@ def _backward_flops(signature, grad_o, grad_z, q, k, v, o, z, *arguments, out_va
     return count_attention(q, k, v, signature.call(arguments), backward=True)
 
 
-def _register(prefix: str, signature: Signature, statistic: str, has_kernels: bool = True) -> Differentiable:
+def _has_no_rpe_matrix(signature: Signature, arguments: Sequence) -> bool:
+    names = signature.tensor_names
+    return "rpe_matrix" not in names or arguments[names.index("rpe_matrix")] is None
+
+
+def _covers(signature, q, k, v, *arguments) -> bool:
+    return _has_no_rpe_matrix(signature, arguments)
+
+
+def _covers_backward(signature, grad_o, grad_z, q, k, v, o, z, *arguments) -> bool:
+    return _has_no_rpe_matrix(signature, arguments)
+
+
+def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str | None = "q k v") -> Differentiable:
     """Registers a forward and its backward.
 
     Args:
         statistic: the name of the second result, the denominators `z` or their logarithms `lse`.
+        kernel_of: as for `register`.
     """
     forward = register(
         f"{prefix}forward(Tensor q, Tensor k, Tensor v, {signature.schema}) -> (Tensor o, Tensor {statistic})",
         partial(_forward, signature),
         _fake_forward,
+        kernel_of=kernel_of,
+        covers=partial(_covers, signature) if kernel_of else None,
         flops=partial(_forward_flops, signature),
-        fallback_of_kernels=has_kernels,
     )
     backward = register(
         f"{prefix}backward(Tensor grad_o, Tensor? grad_{statistic}, Tensor q, Tensor k, Tensor v, Tensor o, "
         f"Tensor {statistic}, {signature.schema}) -> ({signature.gradients_schema})",
         partial(_backward, signature, statistic),
         partial(fake_gradients, signature),
+        kernel_of=kernel_of,
+        covers=partial(_covers_backward, signature) if kernel_of else None,
         flops=partial(_backward_flops, signature),
-        fallback_of_kernels=has_kernels,
     )
     operator = Differentiable(signature, forward, backward)
     register_gradient(operator, refuse_second_derivative)
@@ -141,7 +158,7 @@ def _register(prefix: str, signature: Signature, statistic: str, has_kernels: bo
 
 _FASTMAX = _register("", FASTMAX, "z")
 _FLASH = _register("flash_", FLASH, "lse")
-_EXACT_TILES = _register("exact_tiles_", EXACT_TILES, "lse", has_kernels=False)
+_EXACT_TILES = _register("exact_tiles_", EXACT_TILES, "lse", kernel_of=None)
 
 
 # ---- the operator of an exact window, which calls others for the local and the global keys
@@ -154,15 +171,14 @@ def _exact_window_forward(q, k, v, *arguments):
     def attend(q, k, v, call):
         operator = _part(call)
         tensors, options = operator.signature.flatten(call, arguments[-1])
-        return extension.call(operator.forward, q, k, v, *tensors, *options)
+        return operator.forward(q, k, v, *tensors, *options)
 
     def attend_global_(o, lse, q, k, v, call):
         tensors, options = GLOBAL.flatten(call, arguments[-1])
-        return extension.call(torch.ops.fastmax.global_forward_.default, o, lse, q, k, v, *tensors, *options)
+        return OPERATORS["global_forward_"](o, lse, q, k, v, *tensors, *options)
 
-    merge = partial(extension.call, torch.ops.fastmax.merge_.default)
     with without_autocast(q):
-        return exact_window.forward(q, k, v, call, attend, attend_global_, merge)
+        return exact_window.forward(q, k, v, call, attend, attend_global_, OPERATORS["merge_"])
 
 
 def _split_results(arguments: tuple) -> tuple[exact_window.Forward, tuple]:
@@ -181,13 +197,12 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
     def differentiate(grad_o, grad_z, q, k, v, o, z, call):
         operator = _part(call)
         tensors, options = operator.signature.flatten(call, arguments[-1])
-        grads = extension.call(operator.backward, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+        grads = operator.backward(grad_o, grad_z, q, k, v, o, z, *tensors, *options)
         return operator.signature.gradients(grads)
 
     def differentiate_global_(into, grad_o, grad_z, q, k, v, o, z, call):
         tensors, options = GLOBAL.flatten(call, arguments[-1])
-        operator = torch.ops.fastmax.global_backward_.default
-        return extension.call(operator, *into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+        return OPERATORS["global_backward_"](*into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
 
     with without_autocast(q):
         grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_global_)
@@ -227,7 +242,6 @@ _EXACT_WINDOW = Differentiable(
         _exact_window_forward,
         _fake_exact_window_forward,
         flops=_exact_window_forward_flops,
-        fallback_of_kernels=False,
     ),
     register(
         f"exact_window_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_RESULTS}, "
@@ -235,7 +249,6 @@ _EXACT_WINDOW = Differentiable(
         _exact_window_backward,
         _fake_exact_window_backward,
         flops=_exact_window_backward_flops,
-        fallback_of_kernels=False,
     ),
 )
 register_gradient(_EXACT_WINDOW, refuse_second_derivative)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from fastmax import eager
 from fastmax.core.call import FASTMAX, GLOBAL
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.flops import count_attention
 from fastmax.ops.fused import fake_gradients
-from fastmax.ops.registration import refuse_gradient, refuse_to_differentiate, register
+from fastmax.ops.registration import OPERATORS, refuse_gradient, refuse_to_differentiate, register
 
 
 def _merge_(o, lse, o_global, z_global, shift):
@@ -24,8 +21,16 @@ def _fake_merge_(o, lse, o_global, z_global, shift):
     return z_global.new_empty(z_global.shape)
 
 
+def _has_dense_rows(o, *arguments) -> bool:
+    return o.stride(3) == 1 or o.shape[3] == 1
+
+
 _MERGE = register(
-    "merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_global, Tensor z_global, Tensor? shift) -> (Tensor z)", _merge_, _fake_merge_
+    "merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_global, Tensor z_global, Tensor? shift) -> (Tensor z)",
+    _merge_,
+    _fake_merge_,
+    kernel_of="o",
+    covers=_has_dense_rows,
 )
 refuse_gradient(_MERGE, refuse_to_differentiate("merge_", "fastmax.merge_attention"), written=slice(2))
 
@@ -41,8 +46,8 @@ def _global_forward_(o, lse, q, k, v, *arguments):
     tensors, options = FASTMAX.flatten(_global_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, o=(o, (*q.shape[:3], v.shape[3])))
     operator_checks.check_results(q, v, lse=lse)
-    o_global, z_global = extension.call(torch.ops.fastmax.forward.default, q, k, v, *tensors, *options)
-    return extension.call(_MERGE, o, lse, o_global, z_global, None)
+    o_global, z_global = OPERATORS["forward"](q, k, v, *tensors, *options)
+    return _MERGE(o, lse, o_global, z_global, None)
 
 
 def _fake_global_forward_(o, lse, *arguments):
@@ -57,6 +62,8 @@ _GLOBAL_FORWARD = register(
     f"global_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {GLOBAL.schema}) -> (Tensor z)",
     _global_forward_,
     _fake_global_forward_,
+    kernel_of="o q k v",
+    covers=_has_dense_rows,
     flops=_global_forward_flops,
 )
 _INSTEAD = "fastmax.fastmax_attention with exact_window"
@@ -69,7 +76,7 @@ def _global_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *ar
     tensors, options = FASTMAX.flatten(_global_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
-    grads = extension.call(torch.ops.fastmax.backward.default, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+    grads = OPERATORS["backward"](grad_o, grad_z, q, k, v, o, z, *tensors, *options)
     grads = FASTMAX.gradients(grads)
     for name, whole in (("q", grad_q), ("k", grad_k), ("v", grad_v)):
         whole.add_(grads[name])
@@ -89,6 +96,7 @@ _GLOBAL_BACKWARD = register(
     f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {GLOBAL.schema}) -> (Tensor grad_log_decay)",
     _global_backward_,
     _fake_global_backward_,
+    kernel_of="q k v",
     flops=_global_backward_flops,
 )
 refuse_gradient(_GLOBAL_BACKWARD, refuse_to_differentiate("global_backward_", _INSTEAD), written=slice(3))

@@ -46,18 +46,34 @@ def _fake_normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, li
     return tuple([x.new_empty(0) if grad is None else eager.empty_like_layout(x, x.shape[-1]) for grad, x in given])
 
 
+_MAX_ROWS = 2**30 - 1  # of one tensor
+_MAX_LIM = 2.0**60  # its reciprocal is the smallest limit
+
+
+def _covers(q, k, lim) -> bool:
+    return max(q.numel(), k.numel()) <= _MAX_ROWS * q.shape[3] and 1 / _MAX_LIM <= lim <= _MAX_LIM
+
+
+def _covers_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim) -> bool:
+    return _covers(q, k, lim)
+
+
 _NORMALIZATION = Normalization(
     register(
         "normalize_tokens(Tensor q, Tensor k, float lim) "
         "-> (Tensor normalized_q, Tensor normalized_k, Tensor q_factor, Tensor k_factor)",
         _normalize_tokens,
         _fake_normalize_tokens,
+        kernel_of="q k",
+        covers=_covers,
     ),
     register(
         "normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "
         "Tensor k_factor, float lim) -> (Tensor of_q, Tensor of_k)",
         _normalize_tokens_backward,
         _fake_normalize_tokens_backward,
+        kernel_of="q k",
+        covers=_covers_backward,
     ),
 )
 register_gradient(_NORMALIZATION, refuse_second_derivative_of_normalization)

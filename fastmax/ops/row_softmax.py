@@ -16,14 +16,12 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
 
     The operator has no rules for torch.func transforms and forward mode: callers check `eager.is_transformed`.
     """
-    if torch.compiler.is_compiling():
-        return _OPERATOR(x, algorithm)
-    if x.is_cuda:
+    if not torch.compiler.is_compiling() and x.is_cuda:
         extension.warn_if_unused(x.device)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return extension.call(_OPERATOR, x, algorithm)
-    with torch._C._AutoDispatchBelowAutograd():  # skips 15 us of Python in `register_autograd`
-        return extension.call(_OPERATOR, x, algorithm)
+    return _OPERATOR(x, algorithm)
+
+
+_MAX_WIDTH = 2**30
 
 
 def _softmax(x, algorithm):
@@ -35,7 +33,12 @@ def _fake_softmax(x, algorithm):
     return x.new_empty(x.shape)
 
 
-_OPERATOR = register("softmax(Tensor x, str algorithm) -> Tensor", _softmax, _fake_softmax)
+_OPERATOR = register(
+    "softmax(Tensor x, str algorithm) -> Tensor",
+    _softmax,
+    _fake_softmax,
+    covers=lambda x, algorithm: extension.has_dtype(x) and x.dim() > 0 and x.shape[-1] <= _MAX_WIDTH,
+)
 
 
 def _save_softmax(ctx, inputs, output):
@@ -47,4 +50,4 @@ def _differentiate_softmax(ctx, grad_y):
     return rows.backward(grad_y, y), None
 
 
-torch.library.register_autograd(_OPERATOR, _differentiate_softmax, setup_context=_save_softmax, lib=LIBRARY)
+torch.library.register_autograd(_OPERATOR.overload, _differentiate_softmax, setup_context=_save_softmax, lib=LIBRARY)

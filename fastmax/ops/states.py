@@ -15,7 +15,6 @@ from fastmax import eager
 from fastmax.core.call import CONTINUED, PER_HEAD, Call, Signature
 from fastmax.core.score import Score
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.autograd import (
     Prefill,
@@ -68,7 +67,7 @@ def prefill_backward(
         Gradients of q, k, v, log_decay (no elements if the call has none), kv_state and k_sum.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, kv_state, k_sum, *options)
+    return _PREFILL.backward(*grads, q, k, v, *results, *tensors, kv_state, k_sum, *options)
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +78,7 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple
         `keep`, or if no kernel saves them.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(k))
-    return extension.call(_STATE_OF_KEYS, k, v, *tensors, *options, keep)
+    return _STATE_OF_KEYS(k, v, *tensors, *options, keep)
 
 
 def prefill_saved_(
@@ -92,7 +91,7 @@ def prefill_saved_(
         saved: saved by `state_of_keys` of the same keys and call; it is overwritten.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return extension.call(_PREFILL_SAVED_, q, k, v, *tensors, kv_state, k_sum, saved, *options)
+    return _PREFILL_SAVED_(q, k, v, *tensors, kv_state, k_sum, saved, *options)
 
 
 def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +101,7 @@ def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tenso
         g = grad_o / z (b, h, n, dv), in o's dtype or float32 for float16, and e = grad_z - grad_o . o / z (b, h, n); both are 0
         where z is 0.
     """
-    return extension.call(_GRADIENTS_OF_SUMS, grad_o, grad_z, o, z)
+    return _GRADIENTS_OF_SUMS(grad_o, grad_z, o, z)
 
 
 def state_of_queries(
@@ -114,7 +113,7 @@ def state_of_queries(
         Gradients of kv_state and k_sum, and intermediate states for `prefill_backward_of_keys_`, saved as by `state_of_keys`.
     """
     tensors, options = _UNMASKED.flatten(call, allow_tf32_of(q))
-    return extension.call(_STATE_OF_QUERIES, g, e, q, k, v, *tensors, *options, keep)
+    return _STATE_OF_QUERIES(g, e, q, k, v, *tensors, *options, keep)
 
 
 def prefill_backward_of_queries(
@@ -136,7 +135,7 @@ def prefill_backward_of_queries(
         The gradient of q, and with log_decay the argument `pairs` of `prefill_backward_of_keys_`.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, kv_state, k_sum, *options)
+    return _PREFILL_BACKWARD_OF_QUERIES(g, e, q, k, v, *tensors, kv_state, k_sum, *options)
 
 
 def prefill_backward_of_keys_(
@@ -162,7 +161,7 @@ def prefill_backward_of_keys_(
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     tensors = (*tensors, pairs, pairs_of_states, saved)
-    return extension.call(_PREFILL_BACKWARD_OF_KEYS_, g, e, *of_state, q, k, v, *tensors, *options)
+    return _PREFILL_BACKWARD_OF_KEYS_(g, e, *of_state, q, k, v, *tensors, *options)
 
 
 def _parse(arguments: Sequence, count: int, signature: Signature = CONTINUED) -> tuple[Call, tuple, tuple]:
@@ -251,6 +250,7 @@ _PREFILL = Prefill(
         f"{CONTINUED.options_schema}) -> (Tensor o, Tensor z, Tensor new_kv_state, Tensor new_k_sum)",
         _prefill,
         _fake_prefill,
+        kernel_of="q k v",
         flops=_prefill_flops,
     ),
     register(
@@ -260,6 +260,7 @@ _PREFILL = Prefill(
         f"-> ({CONTINUED.gradients_schema}, Tensor grad_kv_state, Tensor grad_k_sum)",
         _prefill_backward,
         _fake_prefill_backward,
+        kernel_of="q k v",
         flops=_prefill_backward_flops,
     ),
 )
@@ -309,6 +310,7 @@ _STATE_OF_KEYS = register(
     "-> (Tensor kv_state, Tensor k_sum, Tensor saved)",
     _state_of_keys,
     _fake_state_of_keys,
+    kernel_of="k v",
     flops=_state_of_keys_flops,
 )
 
@@ -336,6 +338,7 @@ _PREFILL_SAVED_ = register(
     f"Tensor(a!) saved, {CONTINUED.options_schema}) -> (Tensor o, Tensor z)",
     _prefill_saved_,
     _fake_prefill_saved_,
+    kernel_of="q k v",
     flops=_prefill_saved_flops,
 )
 
@@ -355,6 +358,7 @@ _GRADIENTS_OF_SUMS = register(
     "gradients_of_sums(Tensor grad_o, Tensor? grad_z, Tensor o, Tensor z) -> (Tensor g, Tensor e)",
     _gradients_of_sums,
     _fake_gradients_of_sums,
+    kernel_of="o",
 )
 
 
@@ -386,6 +390,7 @@ _STATE_OF_QUERIES = register(
     "-> (Tensor grad_kv_state, Tensor grad_k_sum, Tensor saved)",
     _state_of_queries,
     _fake_state_of_queries,
+    kernel_of="q k v",
     flops=_state_of_queries_flops,
 )
 
@@ -415,6 +420,7 @@ _PREFILL_BACKWARD_OF_QUERIES = register(
     f"Tensor? kv_state, Tensor? k_sum, {CONTINUED.options_schema}) -> (Tensor grad_q, Tensor pairs)",
     _prefill_backward_of_queries,
     _fake_prefill_backward_of_queries,
+    kernel_of="q k v",
     flops=_prefill_backward_of_queries_flops,
 )
 
@@ -451,8 +457,9 @@ _PREFILL_BACKWARD_OF_KEYS_ = register(
     f"{CONTINUED.options_schema}) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)",
     _prefill_backward_of_keys_,
     _fake_prefill_backward_of_keys_,
+    kernel_of="q k v",
     flops=_prefill_backward_of_keys_flops,
 )
 
 for _state_operator in (_STATE_OF_KEYS, _STATE_OF_QUERIES):
-    torch.library.register_autograd(_state_operator, refuse_derivative_of_state, lib=LIBRARY)
+    torch.library.register_autograd(_state_operator.overload, refuse_derivative_of_state, lib=LIBRARY)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from fastmax.core.score import Score
 from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.flops import count_step
-from fastmax.ops.registration import refuse_gradient, register
+from fastmax.ops.registration import Operator, refuse_gradient, register
 
 
 def decode_step(
@@ -41,7 +39,7 @@ def decode_step(
         return _DECODE_STEP(*tensors, *score)
     if q.is_cuda:
         extension.warn_if_unused(q.device)
-    return extension.call(_DECODE_STEP, *tensors, *score)
+    return _DECODE_STEP(*tensors, *score)
 
 
 def decode_step_(
@@ -88,7 +86,7 @@ def buffered_step_(
     return _in_place(_BUFFERED_STEP_, (q, k, v, *written, mask, log_decay), written, (exact_window, *score))
 
 
-def _in_place(operator: Callable, tensors: tuple[Tensor | None, ...], written: tuple[Tensor, ...], options: tuple) -> Tensor:
+def _in_place(operator: Operator, tensors: tuple[Tensor | None, ...], written: tuple[Tensor, ...], options: tuple) -> Tensor:
     """Calls an operator that overwrites the tensors `written`; returns the output."""
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
@@ -97,7 +95,7 @@ def _in_place(operator: Callable, tensors: tuple[Tensor | None, ...], written: t
         extension.warn_if_unused(tensors[0].device)
     torch.autograd.graph.increment_version(written)
     with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers; the lines above do their work
-        return extension.call(operator, *tensors, *options)
+        return operator(*tensors, *options)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
@@ -110,6 +108,7 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
 
 
 _TOKEN = "Tensor? attention_mask, Tensor? log_decay"
+_MAX_PLACES = 16384  # for tokens in a buffer
 
 
 def _decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score):
@@ -131,6 +130,7 @@ _DECODE_STEP = register(
     "-> (Tensor o, Tensor new_kv_state, Tensor new_k_sum)",
     _decode_step,
     _fake_decode_step,
+    kernel_of="q k v",
     flops=_decode_step_flops,
 )
 
@@ -148,6 +148,7 @@ _DECODE_STEP_ = register(
     f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, {_TOKEN}, {SCORE}) -> (Tensor o)",
     _decode_step_,
     _fake_step_,
+    kernel_of="q k v",
     flops=_decode_step_flops,
 )
 refuse_gradient(_DECODE_STEP_, refuse_to_record, written=slice(3, 5))
@@ -174,6 +175,10 @@ def _buffered_step_(
         return eager.buffered_step_(q, k, v, kv_state, k_sum, *local, buffered, mask, log_decay, exact_window, Score(*score))
 
 
+def _covers_buffered_step_(q, k, v, kv_state, k_sum, local_keys, *arguments) -> bool:
+    return local_keys.dim() == 4 and local_keys.shape[2] <= _MAX_PLACES
+
+
 def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_val=None) -> int:
     """Counts a step of the sums, to which every token is added at some time, and the products with the local tokens."""
     (b, h, _, d), places = q.shape, local_keys.shape[2]
@@ -186,6 +191,8 @@ _BUFFERED_STEP_ = register(
     f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
     _buffered_step_,
     _fake_step_,
+    kernel_of="q k v",
+    covers=_covers_buffered_step_,
     flops=_buffered_step_flops,
 )
 refuse_gradient(_BUFFERED_STEP_, refuse_to_record, written=slice(3, 10))

@@ -1,0 +1,11 @@
+// fastmax_cuda::merge_, for other bindings.
+#pragma once
+
+#include "bindings/torch_abi.h"
+
+namespace fastmax {
+
+// Merges o_global and z_global into o and lse in place; returns the sums of all weights. Checks its arguments.
+Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, const Tensor& z_global, const OptionalTensor& shift);
+
+}  // namespace fastmax
