@@ -1,4 +1,4 @@
-"""The CUDA library: why it does not run is one sentence, another version of it an error; and which calls its kernels compute."""
+"""The CUDA library: why it does not run, in one sentence; libraries of another version; which calls its kernels compute."""
 
 import re
 import shutil
