@@ -54,7 +54,7 @@ Linear1Problem make_problem(const Problem& p, const Linear1Walks& kernels, int x
 }
 
 int64_t state_floats(const Problem& p, const Linear1Problem& r) {
-  return int64_t{r.states()} * r.parts * linear1_state_floats(linear_head_dim(p.head_dim));
+  return int64_t{r.states()} * r.parts * linear1_state_floats(linear_head_dim(p.head_dim), linear_head_dim(p.head_dim));
 }
 
 struct FwdPlan {

@@ -629,7 +629,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
 
 constexpr StatePasses kStatePassesSm80 = {
     /*takes_zeros=*/false,
-    [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim), p.order, p.math); },
+    [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim), linear_head_dim(p.head_dim), p.order, p.math); },
     [](const Problem& p, const StateArgs& a, cudaStream_t stream) {
       if (p.order == 1) run_pass(p, PartStateArgs{a}, stream);
       else run_pass(p, a, stream);
