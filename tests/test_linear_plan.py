@@ -16,10 +16,10 @@ using namespace fastmax;
 int main() {
   int math, causal, reversed, carries;
   Problem p{};
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &p.order, &causal, &math,
-                    &p.sm_count, &reversed, &carries) == 12) {
-    p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
-    const StateSizes sizes = state_sizes(p.head_dim, p.head_dim, p.order, p.math);
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &p.order, &causal,
+                    &math, &p.sm_count, &reversed, &carries) == 12) {
+    p.head_dim_v = p.head_dim_qk, p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
+    const StateSizes sizes = state_sizes(p.head_dim_qk, p.head_dim_v, p.order, p.math);
     const Time time = reversed ? Time::kBackward : Time::kForward;
     const int x_heads = reversed ? p.hk : p.h, y_heads = reversed ? p.h : p.hk;
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
@@ -274,7 +274,7 @@ def test_hopper_states_are_shared_finely_where_that_is_faster():
 int main() {
   for (int states = 1; states <= 256; ++states) {
     fastmax::Problem p{};
-    p.b = 1, p.hk = states, p.head_dim = 64, p.sm_count = 132;
+    p.b = 1, p.hk = states, p.head_dim_qk = p.head_dim_v = 64, p.sm_count = 132;
     if (fastmax::has_fine_shares(p)) std::printf("%d ", states);
   }
 }

@@ -1,6 +1,7 @@
 // The cost model of algorithm="auto": whether the linear algorithm is faster, for both directions.
 #pragma once
 
+#include "core/dispatch.h"
 #include "linear/algorithm.h"
 #include "quadratic/algorithm.h"
 
@@ -28,9 +29,9 @@ inline constexpr double kLaunches = 4.5e8;
 
 // Compares the kernels that would compute the gradients, which take most of the time.
 inline bool linear_is_faster(const AttentionParams& p) {
-  const Rates& quadratic_rates = select(kQuadraticAlgorithm, p, Direction::kBackward).rates(p.head_dim);
-  const Rates& linear_rates = select(kLinearAlgorithm, p, Direction::kBackward).rates(p.head_dim);
-  const double d = p.head_dim, n = p.n, m = p.m;
+  const Rates& quadratic_rates = select(kQuadraticAlgorithm, p, Direction::kBackward).rates(p);
+  const Rates& linear_rates = select(kLinearAlgorithm, p, Direction::kBackward).rates(p);
+  const double d = common_head_dim(p), n = p.n, m = p.m;
   const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m);
 
   // Each key is added to the state of its key/value head once, and each query reads the state. The kernels of order 1 alone

@@ -3,6 +3,8 @@
 
 namespace fastmax {
 
+struct Problem;  // params.h
+
 // Time of a row of kernels (core/algorithm.h), forward + backward. The unit is one query with one key in the portable quadratic
 // kernels.
 struct Rates {
@@ -15,6 +17,6 @@ struct Rates {
 
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
 
-inline const Rates& portable_rates(int /*head_dim*/) { return kPortableRates; }
+inline const Rates& portable_rates(const Problem&) { return kPortableRates; }
 
 }  // namespace fastmax
