@@ -128,6 +128,14 @@ def test_rates_are_of_the_kernels_that_run(crossing):
     assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
 
 
+def test_costs_follow_both_widths(crossing):
+    """A column of values costs both algorithms alike; columns of keys give the linear one features, with their square."""
+    narrow, wide_values, wide_keys, wide = (
+        crossing(Call(80, d, value_dim=dv)) for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128))
+    )
+    assert narrow < wide_values < 1.5 * narrow and wide_values < wide_keys < wide
+
+
 def test_few_heads_wait_for_launches(crossing):
     for call, quadratic, linear in (
         (Call(90, 32, order=1), 512, 2048),

@@ -10,8 +10,8 @@ struct Problem;  // params.h
 struct Rates {
   double pair;      // quadratic: a query with a key
   double feature;   // linear: adding a feature of a key to the state, and reading it for a query
-  // order 2: cost that does not grow with the features, in features times head_dim: intra-chunk part, snapshots, low occupancy
-  // at small head dims, launches
+  // order 2: cost that does not grow with the features, in features times columns of values: intra-chunk part, snapshots, low
+  // occupancy at small head dims, launches
   double overhead;
 };
 
