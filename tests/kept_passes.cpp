@@ -147,7 +147,8 @@ Numbers numbers(int64_t count) {
 
 template <class Params>
 void fill(Params& p, int b, int h, int hk, int n, const Numbers& q, const Numbers& k, const Numbers& v) {
-  p.b = b, p.h = h, p.hk = hk, p.n = p.m = n, p.d = p.dv = 4, p.head_dim = 64, p.math = MathMode::kFP32, p.order = 2;
+  p.b = b, p.h = h, p.hk = hk, p.n = p.m = n, p.d = p.dv = 4, p.head_dim_qk = p.head_dim_v = 64, p.math = MathMode::kFP32;
+  p.order = 2;
   p.scale = 0.5f, p.a0 = 3.f, p.a1 = 8.f, p.a2 = 64.f, p.causal = true, p.sm_arch = 90, p.sm_count = 1;
   const Stride of_queries{int64_t{h} * n * 4, int64_t{n} * 4, 4}, of_keys{int64_t{hk} * n * 4, int64_t{n} * 4, 4};
   p.q = q.data(), p.q_stride = of_queries, p.k = k.data(), p.k_stride = of_keys, p.v = v.data(), p.v_stride = of_keys;

@@ -516,7 +516,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)  # Py
             hopper = "_sm90" in extension.build_info() and torch.cuda.get_device_capability() == (9, 0)
             dense = "sm90" if hopper else "sm80"
             forward, backward, first_order, flash, window, wide_window, *packed, linear_packed, decay, softmax = printed
-            problem = ": b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_"
+            problem = ": b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim_qk 64, head_dim_v 64, bf16, order 2, causal, sm_"
             assert forward.startswith(f"fastmax::forward: linear, linear2_{dense}" + problem)
             assert backward.startswith(f"fastmax::backward: linear, linear2_{dense}" + problem)
             assert "linear1_sm80" in first_order and "order 1, sm_" in first_order

@@ -13,13 +13,13 @@ PROBE = """
 
 namespace fastmax {
 bool is_hopper(const AttentionParams& p) {
-  return p.sm_arch == 90 && p.math == MathMode::kBF16 && p.head_dim <= 128 && p.q_stride.head != 0;
+  return p.sm_arch == 90 && p.math == MathMode::kBF16 && common_head_dim(p) <= 128 && p.q_stride.head != 0;
 }
 bool has_one_kernel(const AttentionParams& p) {
-  return is_hopper(p) && p.head_dim != 96 && p.n > 2048 && p.log_decay == nullptr;
+  return is_hopper(p) && common_head_dim(p) != 96 && p.n > 2048 && p.log_decay == nullptr;
 }
 bool is_order1(const AttentionParams& p) {
-  return p.order == 1 && (p.head_dim == 64 || p.head_dim == 128) && p.causal && p.log_decay == nullptr && is_hopper(p);
+  return p.order == 1 && is_hopper(p) && HeadDims<64, 128>::has(common_head_dim(p)) && p.causal && p.log_decay == nullptr;
 }
 bool covers_all(const AttentionParams&, Direction) { return true; }
 constexpr Kernels kQuadratic[] = {
@@ -29,7 +29,7 @@ constexpr Kernels kQuadratic[] = {
 };
 constexpr Kernels kLinear[] = {
     {"linear2_sm90",
-     [](const AttentionParams& p, Direction) { return p.order == 2 && p.head_dim != 96 && is_hopper(p); }, sm90_rates},
+     [](const AttentionParams& p, Direction) { return p.order == 2 && is_hopper(p) && common_head_dim(p) != 96; }, sm90_rates},
     {"linear1_sm90", [](const AttentionParams& p, Direction) { return is_order1(p); }, sm90_rates},
     {"linear2_sm80", covers_all, portable_rates},
 };
@@ -43,8 +43,9 @@ int main() {
   p.hk = 1;
   const float decay = -1.f;
   int math, causal, fades, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded, &group,
-                    &p.b) == 9) {
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim_qk, &p.order, &math, &causal, &fades, &expanded,
+                    &group, &p.b, &p.head_dim_v) == 10) {
+    if (p.head_dim_v == 0) p.head_dim_v = p.head_dim_qk;
     p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = fades ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
     int n = 1;
@@ -58,7 +59,7 @@ BF16, FP16 = 0, 1
 
 class Call(NamedTuple):
     """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value
-    head, of which each of `batch` has one."""
+    head, of which each of `batch` has one. value_dim: 0 is head_dim."""
 
     sm_arch: int
     head_dim: int
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     expanded: int = 0
     group: int = 1
     batch: int = 2048
+    value_dim: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,14 @@ def test_rates_are_of_the_kernels_that_run(crossing):
     assert crossing(Call(90, 96)) > 1.5 * crossing(Call(80, 96)), "linear kernels are portable"
     assert crossing(Call(90, 64, group=4)) < crossing(Call(90, 64)), "a state serves a group"
     assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
+
+
+def test_costs_follow_both_widths(crossing):
+    """A column of values costs both algorithms alike; columns of keys give the linear one features, with their square."""
+    narrow, wide_values, wide_keys, wide = (
+        crossing(Call(80, d, value_dim=dv)) for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128))
+    )
+    assert narrow < wide_values < 1.5 * narrow and wide_values < wide_keys < wide
 
 
 def test_few_heads_wait_for_launches(crossing):

@@ -92,7 +92,7 @@ int main() {
   set(&Problem::b, 1), set(&Problem::h, 2), set(&Problem::n, 8), set(&Problem::dv, 32);
   for (const int order : {1, 2}) {
     for (const int head_dim : {128, 256}) {
-      set(&Problem::order, order), set(&Problem::head_dim, head_dim);
+      set(&Problem::order, order), set(&Problem::head_dim_qk, head_dim), set(&Problem::head_dim_v, head_dim);
       std::printf("order %d, head_dim %d: ", order, head_dim);
       run(kLinearAlgorithm, fwd, bwd);
     }
@@ -118,7 +118,7 @@ int main() {
   float gradient = 0.f;
   set(&AttentionParams::log_decay, &decay);
   run(kQuadraticAlgorithm, fwd, bwd);
-  set(&Problem::order, 1), set(&Problem::head_dim, 64);
+  set(&Problem::order, 1), set(&Problem::head_dim_qk, 64), set(&Problem::head_dim_v, 64);
   run(kLinearAlgorithm, fwd, bwd);
   AttentionParams few = fwd;
   few.b = 2048, few.h = few.hk = 1, few.n = few.m = 600, few.causal = true;
@@ -148,6 +148,12 @@ int main() {
   for (const int d : {1, 16, 33, 96}) dispatch_head_dim(Dims(), d, [&](auto dim) { std::printf("%d as %d\\n", d, int{dim}); });
   try {
     dispatch_head_dim(Dims(), 97, [](auto) { std::puts("reached"); });
+  } catch (const std::logic_error& error) {
+    std::puts(error.what());
+  }
+  few.head_dim_qk = 64, few.head_dim_v = 128;
+  try {
+    common_head_dim(few);
   } catch (const std::logic_error& error) {
     std::puts(error.what());
   }
@@ -200,6 +206,7 @@ fastmax: no kernels of the algorithm empty cover this call
 33 as 96
 96 as 96
 fastmax: no kernel for head_dim 97; compiled: 16 32 96
+fastmax: no kernel for head_dim_qk 64 with head_dim_v 128
 80: 163 KB
 86: 99 KB
 87: 163 KB

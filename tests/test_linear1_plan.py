@@ -74,10 +74,10 @@ int main() {
   using namespace fastmax;
   int hopper, expanded, mask;
   BwdParams b{};
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &b.b, &b.h, &b.hk, &b.n, &b.m, &b.head_dim, &b.sm_count, &hopper,
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &b.b, &b.h, &b.hk, &b.n, &b.m, &b.head_dim_qk, &b.sm_count, &hopper,
                     &expanded, &mask) == 10) {
     const uint8_t kept = 1;
-    b.d = b.dv = b.head_dim, b.causal = true, b.causal_offset = b.m - b.n;
+    b.d = b.dv = b.head_dim_v = b.head_dim_qk, b.causal = true, b.causal_offset = b.m - b.n;
     b.order = 1, b.sm_arch = 90, b.math = MathMode::kBF16;
     b.q_stride = b.k_stride = b.v_stride = b.o_stride = b.grad_o_stride = {1, 1, 64};
     b.o = &b;

@@ -16,10 +16,10 @@ using namespace fastmax;
 int main() {
   int math, causal, reversed, carries;
   Problem p{};
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &p.order, &causal, &math,
-                    &p.sm_count, &reversed, &carries) == 12) {
-    p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
-    const StateSizes sizes = state_sizes(p.head_dim, p.order, p.math);
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &p.order, &causal,
+                    &math, &p.sm_count, &reversed, &carries) == 12) {
+    p.head_dim_v = p.head_dim_qk, p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
+    const StateSizes sizes = state_sizes(p.head_dim_qk, p.head_dim_v, p.order, p.math);
     const Time time = reversed ? Time::kBackward : Time::kForward;
     const int x_heads = reversed ? p.hk : p.h, y_heads = reversed ? p.h : p.hk;
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
@@ -274,10 +274,39 @@ def test_hopper_states_are_shared_finely_where_that_is_faster():
 int main() {
   for (int states = 1; states <= 256; ++states) {
     fastmax::Problem p{};
-    p.b = 1, p.hk = states, p.head_dim = 64, p.sm_count = 132;
+    p.b = 1, p.hk = states, p.head_dim_qk = p.head_dim_v = 64, p.sm_count = 132;
     if (fastmax::has_fine_shares(p)) std::printf("%d ", states);
   }
 }
 """
     found = subprocess.run([compile_probe(text)], capture_output=True, text=True, check=True).stdout.split()
     assert [int(x) for x in found] == [*range(12, 17)]
+
+
+def test_sizes_of_a_state_with_two_widths():
+    """Features come from the columns of keys, and each has the columns of values; the second moment has those of keys twice."""
+    text = """
+#include <cstdio>
+#include "linear/order2/state_format.h"
+
+int main() {
+  for (const int d : {32, 64, 96, 128, 256}) {
+    for (const int dv : {32, 64, 96, 128, 256}) {
+      const auto second = fastmax::state_sizes(d, dv, 2, fastmax::MathMode::kBF16);
+      const auto first = fastmax::state_sizes(d, dv, 1, fastmax::MathMode::kFP32);
+      std::printf("%d %d %d %lld %lld %lld %d\\n", d, dv, second.chunk, static_cast<long long>(second.snapshot_bytes),
+                  static_cast<long long>(second.sum_floats), static_cast<long long>(first.part_floats), second.blocks);
+    }
+  }
+}
+"""
+    output = subprocess.run([compile_probe(text)], capture_output=True, text=True, check=True).stdout
+    rows = {tuple(row[:2]): row[2:] for row in (tuple(map(int, line.split())) for line in output.splitlines())}
+    assert len(rows) == 25
+    for (d, dv), (chunk, snapshot_bytes, sums, part_floats, blocks) in rows.items():
+        products = 64 * (d // 8 * (d // 8 + 1) // 2)  # in tiles of eight columns by eight
+        assert snapshot_bytes == 2 * (d * d + (d + products) * dv)
+        assert sums == d + dv + 4
+        assert part_floats == d * d + d * dv + sums
+        assert chunk == rows[d, d][0], "as the width of keys"
+        assert blocks * {32: 32, 64: 64, 96: 48, 128: 64, 256: 64}[dv] == rows[d, 64][4] * dv, "values of a block"

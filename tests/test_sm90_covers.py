@@ -58,8 +58,8 @@ void fused() {
   AttentionParams p{};
   p.math = MathMode::kBF16, p.sm_arch = 90, p.sm_count = 132;
   int causal;
-  while (std::scanf("%d %d %d %d %d %d %d %f", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &causal, &p.a1) == 8) {
-    p.d = p.dv = p.head_dim, p.causal = causal != 0;
+  while (std::scanf("%d %d %d %d %d %d %d %f", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &causal, &p.a1) == 8) {
+    p.d = p.dv = p.head_dim_v = p.head_dim_qk, p.causal = causal != 0;
     p.q_stride = p.k_stride = p.v_stride = {int64_t{1} << 36, int64_t{1} << 30, p.d};
     if (covers_quadratic_fused_sm90(p, Direction::kForward) || covers_flash_fused_sm90(p, Direction::kForward)) return;
     const bool one = covers_quadratic_fused_sm90(p, Direction::kBackward);
@@ -82,9 +82,9 @@ int main(int count, char** arguments) {
   AttentionParams p{};
   p.b = p.h = p.hk = 2, p.n = p.m = 64, p.sm_count = 132;
   int math, window, bounds, decays, expanded, backward;
-  while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &math, &window, &bounds, &decays, &expanded,
+  while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim_qk, &math, &window, &bounds, &decays, &expanded,
                     &backward) == 8) {
-    p.math = static_cast<MathMode>(math), p.d = p.dv = p.head_dim, p.window = window != 0;
+    p.math = static_cast<MathMode>(math), p.d = p.dv = p.head_dim_v = p.head_dim_qk, p.window = window != 0;
     p.k_start = {bounds ? &bound : nullptr, {}}, p.log_decay = decays ? &decay : nullptr;
     p.q_stride = p.k_stride = p.v_stride = {int64_t{2} * 64 * p.d, int64_t{64} * p.d, p.d};
     if (expanded) p.v_stride.head = 0;

@@ -222,7 +222,7 @@ using namespace fastmax;
 template <class Math, int kHeadDim>
 void row(const char* dtype) {
   const bool bf16 = Math::kMode == MathMode::kBF16;
-  const long long state = state_words(kHeadDim, 2) * (bf16 ? 4 : 8) + state_sums(kHeadDim) * 4ll;
+  const long long state = state_words(kHeadDim, kHeadDim, 2) * (bf16 ? 4 : 8) + state_sums(kHeadDim, kHeadDim) * 4ll;
   const int rows = QuadraticFwdTile<Math, kHeadDim>::kRows;
   std::printf("%s %d %d %lld %d\\n", dtype, kHeadDim, chunk_length(kHeadDim, 2, bf16), state, rows);
 }

@@ -30,7 +30,7 @@ inline MathMode math_mode(ScalarType dtype, bool allow_tf32) {
   }
 }
 
-// The native head dim that holds the columns of q and v; 0 if none does.
+// The native head dim that holds the columns of q and v, as the kernels have one for both; 0 if none does.
 inline int head_dim_of(const Tensor& q, const Tensor& v) {
   const int64_t widest = std::max(q.size(3), v.size(3));
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));

@@ -12,8 +12,10 @@ namespace fastmax {
 
 inline void print_kernels(const char* operation, const Algorithm& algorithm, const Kernels& kernels, const AttentionParams& p) {
   constexpr const char* kModes[] = {"bf16", "fp16", "tf32", "fp32"};  // MathMode
-  std::fprintf(stderr, "fastmax::%s: %s, %s: b %d, h %d, hk %d, n %d, m %d, d %d, dv %d, head_dim %d, %s, order %d%s%s%s%s%s%s, sm_%d\n",
-               operation, algorithm.name, kernels.name, p.b, p.h, p.hk, p.n, p.m, p.d, p.dv, p.head_dim,
+  std::fprintf(stderr,
+               "fastmax::%s: %s, %s: b %d, h %d, hk %d, n %d, m %d, d %d, dv %d, head_dim_qk %d, head_dim_v %d, %s, order %d"
+               "%s%s%s%s%s%s, sm_%d\n",
+               operation, algorithm.name, kernels.name, p.b, p.h, p.hk, p.n, p.m, p.d, p.dv, p.head_dim_qk, p.head_dim_v,
                kModes[static_cast<int>(p.math)], p.order, p.causal ? ", causal" : "", p.window ? ", window" : "",
                p.k_start.data != nullptr || p.k_end.data != nullptr ? ", bounds of keys" : "",
                p.log_decay != nullptr ? ", decay" : "",

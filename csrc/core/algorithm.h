@@ -25,7 +25,7 @@ enum class Direction { kForward, kBackward };
 struct Kernels {
   const char* name;  // algorithm and oldest architecture; FASTMAX_DEBUG prints it
   bool (*covers)(const AttentionParams& p, Direction direction);  // p.sm_arch: the device's; null pointers: absent inputs
-  const Rates& (*rates)(int head_dim);  // speed of the kernels, for algorithm="auto" (cost_model.h)
+  const Rates& (*rates)(const Problem& p);  // speed of the kernels, for algorithm="auto" (cost_model.h)
   // The functions of a direction that the row never covers are null.
   size_t (*fwd_workspace_bytes)(const FwdParams& p);
   size_t (*bwd_workspace_bytes)(const BwdParams& p);

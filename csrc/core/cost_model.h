@@ -6,8 +6,8 @@
 
 namespace fastmax {
 
-// Rates (core/rates.h, core/sm90/rates.h) were fitted on one H200: bf16, causal, h = hk. With n = m the algorithms are equally
-// fast at 2 feature / pair (features + overhead) tokens. Measured / by the model:
+// Rates (core/rates.h, core/sm90/rates.h) were fitted on one H200: bf16, causal, h = hk, equal widths. With n = m the
+// algorithms are equally fast at 2 feature / pair (features + overhead) tokens. Measured / by the model:
 //                                    head_dim 32    64            128             256
 //   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
 //            sm_90                   2320 / 2200    5130 / 5150   18400 / 20500
@@ -21,24 +21,25 @@ namespace fastmax {
 // 0.83 (32) and 0.9 (64) of the time of forward + backward, and the linear kernels take 0.86 and 0.92 of the time that was
 // fitted.
 
-// Cost of the linear algorithm's additional dependent launches, forward + backward, at any size; in pairs times head_dim. Order
+// Cost of the linear algorithm's additional dependent launches, forward + backward, at any size; in pairs times columns. Order
 // 1 and 16 heads on one H200, ms of quadratic / linear at head_dim 32, 64 and 128: 1024 tokens .045/-, .057/-, .081/.092; 2048
 // .087/.068, .107/.067, .159/.109.
 inline constexpr double kLaunches = 4.5e8;
 
 // Compares the kernels that would compute the gradients, which take most of the time.
 inline bool linear_is_faster(const AttentionParams& p) {
-  const Rates& quadratic_rates = select(kQuadraticAlgorithm, p, Direction::kBackward).rates(p.head_dim);
-  const Rates& linear_rates = select(kLinearAlgorithm, p, Direction::kBackward).rates(p.head_dim);
-  const double d = p.head_dim, n = p.n, m = p.m;
-  const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m);
+  const Rates& quadratic_rates = select(kQuadraticAlgorithm, p, Direction::kBackward).rates(p);
+  const Rates& linear_rates = select(kLinearAlgorithm, p, Direction::kBackward).rates(p);
+  const double d = p.head_dim_qk, dv = p.head_dim_v, n = p.n, m = p.m;
+  // In pairs times columns: a pair has as many products over d columns as over dv, and every feature has dv values.
+  const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m) * 0.5 * (d + dv);
 
   // Each key is added to the state of its key/value head once, and each query reads the state. The kernels of order 1 alone
   // support neither decay nor packed sequences, and have a smaller overhead.
   const double features = p.order == 2 ? d * (d + 1) / 2 + d + 1 : d + 1;
-  const double overhead = p.order == 2 ? linear_rates.overhead / d : uses_linear1(p) && !has_decay(p) ? 50 : 700;
-  const double linear = linear_rates.feature * (features + overhead) * 0.5 * (n + m * p.hk / p.h);
-  return linear + kLaunches / (d * p.b * p.h) < quadratic;
+  const double overhead = p.order == 2 ? linear_rates.overhead / dv : uses_linear1(p) && !has_decay(p) ? 50 : 700;
+  const double linear = linear_rates.feature * (features + overhead) * dv * 0.5 * (n + m * p.hk / p.h);
+  return linear + kLaunches / (static_cast<double>(p.b) * p.h) < quadratic;
 }
 
 }  // namespace fastmax

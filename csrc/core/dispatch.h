@@ -1,7 +1,7 @@
 // Dispatch from runtime values to template arguments: the arithmetic mode and the native head dim.
 //
 //   dispatch_math(p.math, [&](auto math) { run<typename decltype(math)::type>(p); });
-//   dispatch_head_dim(NativeHeadDims(), p.head_dim, [&](auto head_dim) { run<head_dim>(p); });
+//   dispatch_head_dim(NativeHeadDims(), common_head_dim(p), [&](auto head_dim) { run<head_dim>(p); });
 #pragma once
 
 #include <stdexcept>
@@ -44,12 +44,20 @@ struct HeadDims {
     (void)((d <= kDims && (found = kDims, true)) || ...);
     return found;
   }
+  static constexpr bool has(int d) { return at_least(d) == d; }
   // All of them as text: " 32 64 ..."
   static std::string list() { return ((" " + std::to_string(kDims)) + ...); }
 };
 
 // All head dims that some kernels have, for error messages and `python -m fastmax.info`.
 using NativeHeadDims = HeadDims<32, 64, 96, 128, 256>;
+
+// The kernels are compiled for one head dim, of q and k as of v and o. Returns that of a call.
+inline int common_head_dim(const Problem& p) {
+  if (p.head_dim_qk == p.head_dim_v) return p.head_dim_qk;
+  throw std::logic_error("fastmax: no kernel for head_dim_qk " + std::to_string(p.head_dim_qk) + " with head_dim_v " +
+                         std::to_string(p.head_dim_v));
+}
 
 // Calls function(std::integral_constant<int, D>()) for the smallest D of the list that holds head_dim columns.
 template <int... kDims, class Function>

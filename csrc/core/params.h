@@ -26,7 +26,8 @@ struct KeyBounds {
   Stride stride;
 };
 
-// Sizes, formula and device of a call. Options that change the formula or the visibility (a window, decays) are fields of it.
+// Sizes and formula of a call, and what selects its kernels. Options that change the formula or the visibility (a window, decays)
+// are fields of it.
 struct Problem {
   // sizes
   int b;         // batch
@@ -34,9 +35,9 @@ struct Problem {
   int hk;        // key/value heads; query head i reads key/value head i / (h / hk)
   int n;         // queries
   int m;         // keys
-  int d;         // columns of q and k, <= head_dim, a multiple of 16 bytes
-  int dv;        // columns of v and o, <= head_dim, a multiple of 16 bytes
-  int head_dim;  // the smallest of NativeHeadDims (dispatch.h) that holds d and dv
+  int d;         // columns of q and k, <= head_dim_qk, a multiple of 16 bytes
+  int dv;        // columns of v and o, <= head_dim_v, a multiple of 16 bytes
+  int sm_count;  // multiprocessors of the current device
   MathMode math;
 
   // formula
@@ -49,9 +50,10 @@ struct Problem {
   int left, right;   // of a window; right = 0 where causal
   float dropout;     // o *= 1 + dropout * noise
 
-  // device
-  int sm_arch;   // compute capability * 10 of the current device: 80, 90, ...
-  int sm_count;  // multiprocessors of the current device
+  // kernels
+  int sm_arch;      // compute capability * 10 of the current device: 80, 90, ...
+  int head_dim_qk;  // columns of q and k in the kernels, one of NativeHeadDims (dispatch.h)
+  int head_dim_v;   // columns of v and o in the kernels, likewise; as many as head_dim_qk (common_head_dim)
 };
 
 // Inputs of both directions.

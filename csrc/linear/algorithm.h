@@ -1,6 +1,8 @@
 // The linear algorithm: Fastmax by a state of fixed size in place of the keys.
 #pragma once
 
+#include <algorithm>
+
 #include "core/algorithm.h"
 
 namespace fastmax {
@@ -12,7 +14,7 @@ extern const Algorithm kLinearFromState;
 // The widest head dim with kernels for order 1 alone (order1/), whose state fits the registers of a block. Wider heads, and calls with
 // decays, run the kernels for order 2, which skip the second-order part.
 inline constexpr int kLinear1HeadDim = 128;
-inline bool uses_linear1(const Problem& p) { return p.order == 1 && p.head_dim <= kLinear1HeadDim; }
+inline bool uses_linear1(const Problem& p) { return p.order == 1 && std::max(p.head_dim_qk, p.head_dim_v) <= kLinear1HeadDim; }
 
 // Whether a call needs decays of states. Bounds of packed sequences are decays to 0.
 inline bool has_decay(const AttentionParams& p) { return p.log_decay != nullptr || p.k_start.data != nullptr; }

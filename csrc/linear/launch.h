@@ -153,7 +153,7 @@ void dispatch_kernel_math(const Problem& p, const Function& function) {
 template <class Args>
 void run_pass(const Problem& p, Args a, cudaStream_t stream) {
   if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), output_bytes(p)}.apply(a);
-  dispatch_kernel_math(p, [&](auto math) { linear_pass<typename decltype(math)::type>(a, p.head_dim, stream); });
+  dispatch_kernel_math(p, [&](auto math) { linear_pass<typename decltype(math)::type>(a, common_head_dim(p), stream); });
 }
 
 inline void linear_decay(const Problem& p, const DecayArgs& a, cudaStream_t stream) {

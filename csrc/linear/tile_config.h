@@ -20,7 +20,7 @@ struct StateTile {
   static_assert(kThreads == kStateThreads, "the layout of accumulators in memory");
   static constexpr int kValues = state_values(kHeadDim, kSplitOperands<Math>);
   static constexpr int kValueGroups = kHeadDim / kValues;
-  static constexpr int kBlocks = state_blocks(kHeadDim, kSplitOperands<Math>);
+  static constexpr int kBlocks = state_blocks(kHeadDim, kHeadDim, kSplitOperands<Math>);
   static constexpr int kAccumulators = state_accumulators(kHeadDim, kSplitOperands<Math>);
   static constexpr int kGroupBlocks = kBlocks / kValueGroups;
   static_assert(kBlocks % kValueGroups == 0, "every value group takes as many blocks");

@@ -48,7 +48,7 @@ ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 f
 # The linear algorithm sums features that cancel (docs/algorithm.md). Terms up to this many times f do not raise the limit.
 CANCELLATION = 16.0
 # Matches the calls of attention operators in the output of FASTMAX_DEBUG, and not those that prepare their inputs.
-ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim ", re.MULTILINE)
+ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim_qk ", re.MULTILINE)
 # From this error on, the plain formula gives no limit: sums or weights left the range of float16. The limit is then this number
 # of roundings.
 PLAIN_FAILED = 0.1

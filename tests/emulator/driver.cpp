@@ -53,7 +53,7 @@ void fill(AttentionParams& p) {
   const auto size = [](const Given& x, int i) { return static_cast<int>(x.sizes[i]); };
   p.b = size(q, 0), p.h = size(q, 1), p.n = size(q, 2), p.d = size(q, 3);
   p.hk = size(k, 1), p.m = size(k, 2), p.dv = size(v, 3);
-  p.head_dim = NativeHeadDims::at_least(std::max(p.d, p.dv));
+  p.head_dim_qk = p.head_dim_v = NativeHeadDims::at_least(std::max(p.d, p.dv));
   p.math = static_cast<MathMode>(integer("math", 0));
   p.scale = static_cast<float>(number("scale", 1));
   p.order = integer("order", 2);

@@ -1,7 +1,8 @@
 // The sequence of passes of the linear algorithm of order 1: segments, workspace and arguments. Linear1Walks has the kernels.
 //
-// Workspace per state (b * hk of them): parts * (head_dim^2 + 2 head_dim + 4) floats, parts about what fills the device; in the backward
-// also g (as grad_o) and e (a float per row), or in place of g 1 / z (another one). fp16 adds fp32 copies of q, k and v. All O(n d).
+// Workspace per state (b * hk of them): parts * (head_dim_qk head_dim_v + head_dim_qk + head_dim_v + 4) floats, parts about what fills
+// the device; in the backward also g (as grad_o) and e (a float per row), or in place of g 1 / z (another one). fp16 adds fp32 copies
+// of q, k and v. All O(n d).
 
 #include <algorithm>
 #include <optional>
@@ -54,7 +55,7 @@ Linear1Problem make_problem(const Problem& p, const Linear1Walks& kernels, int x
 }
 
 int64_t state_floats(const Problem& p, const Linear1Problem& r) {
-  return int64_t{r.states()} * r.parts * linear1_state_floats(linear_head_dim(p.head_dim));
+  return int64_t{r.states()} * r.parts * linear1_state_floats(linear_head_dim(p.head_dim_qk), linear_head_dim(p.head_dim_v));
 }
 
 struct FwdPlan {
@@ -125,10 +126,10 @@ void run_walk(const Problem& p, const Linear1Walks& walks, Linear1WalkArgs walk,
 
 const Linear1Walks kLinear1WalksSm80 = {
     [](const Problem& p) {
-      return p.sm_count * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
+      return p.sm_count * linear1_blocks(linear_head_dim(common_head_dim(p)), p.math == MathMode::kBF16, p.sm_arch);
     },
     [](const Problem&, int64_t) { return 1; },
-    [](const Problem& p) { return p.sm_count * linear1_sum_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16); },
+    [](const Problem& p) { return p.sm_count * linear1_sum_blocks(linear_head_dim(common_head_dim(p)), p.math == MathMode::kBF16); },
     [](const Problem& p, const Linear1SumArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },

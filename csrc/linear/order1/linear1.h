@@ -5,9 +5,9 @@
 //   grad_q     x = g, y = v, w = k        grad_q = sum c1 (x.y + e_x) w, the forward's sum with a constant per x row
 //   grad_k, v  x = k and v, y = q, w = g  grad_v = sum f(k.q) g, grad_k = sum c1 (v.g + e_y) q, from one state
 //
-// The state is the head_dim x head_dim matrix sum y w^T, with the vectors sum w and sum (e) y. A block has the state in its accumulators
-// and goes over a segment of x: it computes results of a few rows, then adds the rows of y that they see to the state. The states before
-// segments come from sums over parts of y. So y and w are read twice, and once where a single segment per state fills the device.
+// The state is the matrix sum y w^T, with the vectors sum w and sum (e) y. A block has the state in its accumulators and goes over a
+// segment of x: it computes results of a few rows, then adds the rows of y that they see to the state. The states before segments come
+// from sums over parts of y. So y and w are read twice, and once where a single segment per state fills the device.
 #pragma once
 
 #include "core/algorithm.h"
@@ -33,8 +33,10 @@ struct Linear1Problem : Sequence {
   __host__ __device__ int part_before(int segment_index) const { return lead_parts - 1 + (causal ? segment_index * (segment / part) : 0); }
 };
 
-// Floats of a state: the matrix in the order of the accumulators, sum w, sum y, and the number of rows.
-constexpr __host__ __device__ int64_t linear1_state_floats(int head_dim) { return int64_t{head_dim} * head_dim + 2 * head_dim + 4; }
+// Floats of a state: the matrix in the order of the accumulators, sum w, sum y, and the number of rows. As many for grad_q, where y = v.
+constexpr __host__ __device__ int64_t linear1_state_floats(int head_dim_qk, int head_dim_v) {
+  return int64_t{head_dim_qk} * head_dim_v + head_dim_qk + head_dim_v + 4;
+}
 
 // Sums over parts, then their inclusive prefixes in place: a state pass of order 1.
 struct Linear1SumArgs : Linear1Problem {

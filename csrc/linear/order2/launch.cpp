@@ -1,9 +1,9 @@
 // The sequence of passes of the linear algorithm of order 2: workspace and arguments. StatePasses has the kernels. Order 1 has its own
 // sequence (order1/launch.cpp) up to head_dim 128.
 //
-// Workspace of the portable kernels, per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight
-// columns), for as many states and chunks as a phase has (plan.h):
-//   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
+// Workspace of the portable kernels, per state (b * hk of them), D = head_dim_qk, E = head_dim_v, F = D (D + 1) / 2 + D features (in
+// blocks of eight columns), for as many states and chunks as a phase has (plan.h):
+//   snapshots  chunks * (F * E + D * D) numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
 //              the suffix states
 //   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where a state pass is
 //              cut into segments; at most about 100 MB on 132 multiprocessors
@@ -629,7 +629,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
 
 constexpr StatePasses kStatePassesSm80 = {
     /*takes_zeros=*/false,
-    [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim), p.order, p.math); },
+    [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim_qk), linear_head_dim(p.head_dim_v), p.order, p.math); },
     [](const Problem& p, const StateArgs& a, cudaStream_t stream) {
       if (p.order == 1) run_pass(p, PartStateArgs{a}, stream);
       else run_pass(p, a, stream);
@@ -638,20 +638,21 @@ constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     /*grads=*/nullptr,
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
-      if (p.order == 1) return linear_load_part_state(a, linear_head_dim(p.head_dim), stream);
-      dispatch_kernel_math(p, [&](auto math) { linear_load_state<typename decltype(math)::type>(a, p.head_dim, stream); });
+      if (p.order == 1) return linear_load_part_state(a, linear_head_dim(common_head_dim(p)), stream);
+      dispatch_kernel_math(p, [&](auto math) { linear_load_state<typename decltype(math)::type>(a, common_head_dim(p), stream); });
     },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
-      if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
-      dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
+      if (p.order == 1) return linear_store_part_state(a, linear_head_dim(common_head_dim(p)), stream);
+      dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, common_head_dim(p), stream); });
     },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },
     // At head dim 128 the gradient kernel of grad_k has no shared memory left (linear/tile_config.h).
     [](const Problem& p, Time time) {
+      const int head_dim = common_head_dim(p);
       return p.math == MathMode::kBF16 && shared_limit(p.sm_arch) >= kAddingSharedBytes &&
-             (p.head_dim == 64 || (p.head_dim == 128 && time == Time::kForward));
+             (head_dim == 64 || (head_dim == 128 && time == Time::kForward));
     },
 };
 

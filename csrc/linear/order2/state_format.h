@@ -10,28 +10,31 @@
 
 namespace fastmax {
 
-// Value columns of an order-2 state block, and blocks per state: as few as hold the accumulators, but two for head_dim 32, for
-// parallelism. full: fp32 mode, whose split operands leave registers for half the columns.
-constexpr __host__ __device__ int state_values(int head_dim, bool full) {
-  return full ? 32 : head_dim <= 64 ? head_dim : head_dim == 96 ? 48 : 64;
+// Features are products of head_dim_qk columns of y; head_dim_v counts the columns of the values w. The kernels have one number for both.
+
+// Value columns of an order-2 state block, and blocks for the features of these columns: as few as hold the accumulators, but two for
+// 32 columns, for parallelism. full: fp32 mode, whose split operands leave registers for half the value columns.
+constexpr __host__ __device__ int state_values(int head_dim_v, bool full) {
+  return full ? 32 : head_dim_v <= 64 ? head_dim_v : head_dim_v == 96 ? 48 : 64;
 }
-constexpr __host__ __device__ int state_blocks(int head_dim, bool full) {
-  return head_dim == 32    ? 2
-         : head_dim == 64  ? (full ? 8 : 4)
-         : head_dim == 96  ? (full ? 30 : 20)
-         : head_dim == 128 ? (full ? 64 : 32)
-                           : (full ? 512 : 256);
+constexpr __host__ __device__ int state_group_blocks(int head_dim_qk) {
+  return head_dim_qk == 32 ? 2 : head_dim_qk == 64 ? 4 : head_dim_qk == 96 ? 10 : head_dim_qk == 128 ? 16 : 64;
+}
+constexpr __host__ __device__ int state_blocks(int head_dim_qk, int head_dim_v, bool full) {
+  return head_dim_v / state_values(head_dim_v, full) * state_group_blocks(head_dim_qk);
 }
 // Accumulators of a thread: 8 + 2 octets times the values, and the sum of e.
-constexpr __host__ __device__ int state_accumulators(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }
+constexpr __host__ __device__ int state_accumulators(int head_dim_v, bool full) {
+  return 10 * 4 * state_values(head_dim_v, full) / 16 + 1;
+}
 inline constexpr int kStateThreads = 256;
 
-// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
+// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim_qk^2 / chunk per value, against
 // the quadratic work within a chunk.
-constexpr __host__ __device__ int chunk_length(int head_dim, int order, bool bf16) {
+constexpr __host__ __device__ int chunk_length(int head_dim_qk, int order, bool bf16) {
   if (order == 1) return 256;
-  if (head_dim == 64) return bf16 ? 256 : 512;  // fp32 snapshots are twice as large
-  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
+  if (head_dim_qk == 64) return bf16 ? 256 : 512;  // fp32 snapshots are twice as large
+  return head_dim_qk <= 32 ? 256 : head_dim_qk <= 96 ? 512 : head_dim_qk <= 128 ? 1024 : 2048;
 }
 
 // A snapshot: octet pairs (16 features) one after the other, each a row of blocks of 16 values.
@@ -45,11 +48,19 @@ constexpr __host__ __device__ int chunk_length(int head_dim, int order, bool bf1
 //
 // A quarter is an 8 x 8 matrix: a row is a value, word t of its four holds features 2t and 2t + 1 (bf16x2, or float2 in the fp32 modes).
 // That is the order of the state kernel's accumulators, and what ldmatrix takes apart in either orientation.
-constexpr __host__ __device__ int state_tiles(int head_dim) { return head_dim / 8 * (head_dim / 8 + 1) / 2; }
-constexpr __host__ __device__ int state_pairs(int head_dim, int order) { return 2 * (head_dim / 16) + (order == 2 ? 4 * state_tiles(head_dim) : 0); }
-constexpr __host__ __device__ int64_t state_words(int head_dim, int order) { return int64_t{state_pairs(head_dim, order)} * (head_dim / 16) * 128; }
-constexpr __host__ __device__ int state_sums(int head_dim) { return 2 * head_dim + 4; }
-constexpr __host__ __device__ int64_t part_floats(int head_dim, int order) { return 2 * state_words(head_dim, order) + state_sums(head_dim); }
+constexpr __host__ __device__ int state_tiles(int head_dim_qk) { return head_dim_qk / 8 * (head_dim_qk / 8 + 1) / 2; }
+constexpr __host__ __device__ int state_pairs(int head_dim_qk, int order) {
+  return 2 * (head_dim_qk / 16) + (order == 2 ? 4 * state_tiles(head_dim_qk) : 0);
+}
+// A pair has head_dim_v / 16 blocks; one of the second moment, whose columns are those of y, has head_dim_qk / 16.
+constexpr __host__ __device__ int64_t state_words(int head_dim_qk, int head_dim_v, int order) {
+  const int moment_pairs = head_dim_qk / 16, more_blocks = head_dim_qk / 16 - head_dim_v / 16;
+  return (int64_t{state_pairs(head_dim_qk, order)} * (head_dim_v / 16) + int64_t{moment_pairs} * more_blocks) * 128;
+}
+constexpr __host__ __device__ int state_sums(int head_dim_qk, int head_dim_v) { return head_dim_v + head_dim_qk + 4; }
+constexpr __host__ __device__ int64_t part_floats(int head_dim_qk, int head_dim_v, int order) {
+  return 2 * state_words(head_dim_qk, head_dim_v, order) + state_sums(head_dim_qk, head_dim_v);
+}
 
 template <class Math>
 inline constexpr bool kBf16State = Math::kMode == MathMode::kBF16;
@@ -71,10 +82,10 @@ struct StateLayout {
   static constexpr int kMomentPair = 0;
   static constexpr int kLinearPair = kLinearPairs;
   static constexpr int kTilePair = 2 * kLinearPairs;
-  static constexpr __host__ __device__ int64_t words(int order) { return state_words(kHeadDim, order); }
+  static constexpr __host__ __device__ int64_t words(int order) { return state_words(kHeadDim, kHeadDim, order); }
 
   // sum w, sum e y, sum e
-  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
+  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim, kHeadDim);
 };
 
 // Shared memory of kernels that add a state to the snapshots that they read (tile_config.h), more than some devices have.
@@ -91,14 +102,14 @@ struct StateSizes {
   int saved_chunk = 0;          // x rows per snapshot where snapshots are saved; 0: the same
 };
 
-inline StateSizes state_sizes(int head_dim, int order, MathMode math) {
+inline StateSizes state_sizes(int head_dim_qk, int head_dim_v, int order, MathMode math) {
   const bool bf16 = math == MathMode::kBF16, full = math == MathMode::kFP32;
-  return {chunk_length(head_dim, order, bf16),
-          state_words(head_dim, order) * (bf16 ? 4 : 8),
-          state_sums(head_dim),
-          part_floats(head_dim, order),
-          state_blocks(head_dim, full),
-          int64_t{state_accumulators(head_dim, full)} * kStateThreads};
+  return {chunk_length(head_dim_qk, order, bf16),
+          state_words(head_dim_qk, head_dim_v, order) * (bf16 ? 4 : 8),
+          state_sums(head_dim_qk, head_dim_v),
+          part_floats(head_dim_qk, head_dim_v, order),
+          state_blocks(head_dim_qk, head_dim_v, full),
+          int64_t{state_accumulators(head_dim_v, full)} * kStateThreads};
 }
 
 }  // namespace fastmax

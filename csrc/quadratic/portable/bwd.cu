@@ -11,7 +11,7 @@ template <>
 void quadratic_bwd<FASTMAX_SCORE, FASTMAX_VISIBILITY, FASTMAX_MATH>(const BwdParams& call, cudaStream_t stream) {
   using Launch = LaunchQuadraticBwd<FASTMAX_SCORE, FASTMAX_VISIBILITY>;
   with_decay_gradient<FASTMAX_SCORE, FASTMAX_VISIBILITY>(call, stream, [&](const BwdParams& p, const PairSums& sums) {
-    dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream, sums); });
+    dispatch_head_dim(QuadraticHeadDims(), common_head_dim(p), [&](auto dim) { Launch::run<FASTMAX_MATH, dim>(p, stream, sums); });
   });
 }
 

@@ -11,7 +11,7 @@ template <>
 void quadratic_fwd<FASTMAX_SCORE, FASTMAX_VISIBILITY, FASTMAX_MATH>(const FwdParams& call, cudaStream_t stream) {
   const FwdParams p = with_sums_and_tables<FASTMAX_SCORE, FASTMAX_VISIBILITY>(call, stream);
   using Launch = LaunchQuadraticFwd<FASTMAX_SCORE, FASTMAX_VISIBILITY>;
-  dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream); });
+  dispatch_head_dim(QuadraticHeadDims(), common_head_dim(p), [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream); });
 }
 
 }  // namespace fastmax

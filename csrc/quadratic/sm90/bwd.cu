@@ -15,7 +15,7 @@ size_t quadratic_bwd_sm90_workspace_bytes<FASTMAX_SCORE, FASTMAX_VISIBILITY>(con
 template <>
 void quadratic_bwd_sm90<FASTMAX_SCORE, FASTMAX_VISIBILITY>(const BwdParams& p, cudaStream_t stream) {
   using Launch = LaunchQuadraticBwdSm90<FASTMAX_SCORE, FASTMAX_VISIBILITY>;
-  dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
+  dispatch_head_dim(QuadraticSm90HeadDims(), common_head_dim(p), [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
 }
 
 }  // namespace fastmax

@@ -10,7 +10,7 @@ namespace fastmax {
 namespace {
 
 bool covers(const AttentionParams& p) {
-  if (p.sm_arch != 90 || QuadraticSm90HeadDims::at_least(p.head_dim) != p.head_dim) return false;
+  if (p.sm_arch != 90 || !QuadraticSm90HeadDims::has(common_head_dim(p))) return false;
   const TokenTensor operands[] = {{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math},
                                   {p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math},
                                   {p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}};

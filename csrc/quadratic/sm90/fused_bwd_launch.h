@@ -91,7 +91,7 @@ void run_fused_bwd(const BwdParams& p, const Kernel& kernel, cudaStream_t stream
 
 template <class Score, class Math>
 void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
-  dispatch_head_dim(FusedBwdHeadDims(), p.head_dim, [&](auto head_dim) {
+  dispatch_head_dim(FusedBwdHeadDims(), common_head_dim(p), [&](auto head_dim) {
     constexpr int kHeadDim = decltype(head_dim)::value;
     if constexpr (FusedBwdWorkspace::scales_by_columns(kHeadDim)) {
       run_fused_bwd<Score, Math, FusedBwdNarrowTile<Score, kHeadDim>>(p, quadratic_fused_bwd_narrow_sm90_kernel<Score, Math, kHeadDim>,

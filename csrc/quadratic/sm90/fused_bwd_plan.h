@@ -21,17 +21,17 @@ using FusedBwdHeadDims = HeadDims<32, 64, 128>;
 
 // Sizes of the tiles and of the partial sums of grad_q.
 struct FusedBwdShape {
-  int head_dim;
+  int head_dim_qk;
   int parts;              // slices of columns of a tile's grad_q, one per warpgroup, stored in the layout of its accumulator
   int tiles_per_counter;  // consecutive tiles that share a counter (PartialGradQ::added)
   int keys = 128;         // keys per work tile
   int queries = 64;       // queries per tile
 
   // Tiles of narrow heads take so little time that a single thread cannot poll one counter per tile.
-  static constexpr FusedBwdShape of(int head_dim) {
-    return head_dim <= 64 ? FusedBwdShape{head_dim, 1, 128 / head_dim} : FusedBwdShape{head_dim, 2, 1};
+  static constexpr FusedBwdShape of(int head_dim_qk) {
+    return head_dim_qk <= 64 ? FusedBwdShape{head_dim_qk, 1, 128 / head_dim_qk} : FusedBwdShape{head_dim_qk, 2, 1};
   }
-  constexpr int part_cols() const { return head_dim / parts; }
+  constexpr int part_cols() const { return head_dim_qk / parts; }
   constexpr int part_floats() const { return queries * part_cols(); }
   constexpr int tiles(const Problem& p) const { return (p.n + queries - 1) / queries; }  // per query head
   constexpr int counters(const Problem& p) const { return (tiles(p) + tiles_per_counter - 1) / tiles_per_counter * parts; }
@@ -41,8 +41,8 @@ struct FusedBwdShape {
 
 // Whether the fused backward is faster than two kernels, judged by the sizes of the call.
 inline bool fused_bwd_pays(const Problem& p) {
-  if (FusedBwdHeadDims::at_least(p.head_dim) != p.head_dim) return false;
-  const FusedBwdShape shape = FusedBwdShape::of(p.head_dim);
+  if (!FusedBwdHeadDims::has(common_head_dim(p))) return false;
+  const FusedBwdShape shape = FusedBwdShape::of(p.head_dim_qk);
   // The sums of grad_q are fp32 and padded to whole tiles. With fewer queries they would take more memory than q, o, grad_o and
   // grad_q.
   if (p.n < shape.queries) return false;
@@ -74,12 +74,12 @@ struct KeyBlockOrder {
 
   static KeyBlockOrder of(const Problem& p) {
     constexpr int kMostWorkTiles = INT_MAX / 2;  // blocks that find no work tile left still increment the counter
-    const int blocks = FusedBwdShape::of(p.head_dim).blocks(p);
+    const int blocks = FusedBwdShape::of(p.head_dim_qk).blocks(p);
     const int64_t heads = int64_t{p.b} * p.hk;
     if (blocks * heads > kMostWorkTiles) {
       throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(blocks * heads));
     }
-    const int64_t bytes_of_head = int64_t{p.h / p.hk} * p.n * p.head_dim * (2 + 2 + 4);
+    const int64_t bytes_of_head = int64_t{p.h / p.hk} * p.n * (p.head_dim_qk * (2 + 4) + p.head_dim_v * 2);
     const int64_t at_once = std::max<int64_t>((p.causal ? 2 : 1) * kBytesAtOnce / bytes_of_head, 1);
     const int64_t groups = (heads + at_once - 1) / at_once;
     return {blocks, static_cast<int>(heads), static_cast<int>((heads + groups - 1) / groups)};
@@ -101,12 +101,12 @@ struct FusedBwdWorkspace {
 
   FusedBwdWorkspace(const Problem& p, size_t before, bool makes_grad_o) {
     const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
-    const FusedBwdShape shape = FusedBwdShape::of(p.head_dim);
+    const FusedBwdShape shape = FusedBwdShape::of(p.head_dim_qk);
     const size_t heads = static_cast<size_t>(p.b) * p.h;
     counters = align(before);
     sums = align(counters + (1 + heads * shape.counters(p)) * sizeof(uint32_t));
     grad_o = align(sums + static_cast<size_t>(shape.all_parts(p)) * shape.part_floats() * sizeof(float));
-    bytes = grad_o + (makes_grad_o && scales_by_columns(p.head_dim) ? heads * p.n * p.dv * 2 : 0);
+    bytes = grad_o + (makes_grad_o && scales_by_columns(common_head_dim(p)) ? heads * p.n * p.dv * 2 : 0);
   }
 
   // Whether the score data of a query come in the short format Score::Column (row_score.h).
@@ -118,7 +118,7 @@ struct FusedBwdWorkspace {
 // for that factor.
 inline bool sums_divide_grad_o(const Problem& p) {
   const float largest = std::max({std::abs(p.a0), std::abs(p.a1), std::abs(p.a2)});
-  return !FusedBwdWorkspace::scales_by_columns(p.head_dim) || (largest > 1e-12f && largest < 1e12f);
+  return !FusedBwdWorkspace::scales_by_columns(common_head_dim(p)) || (largest > 1e-12f && largest < 1e12f);
 }
 
 // Partial sums of grad_q. The counters start at 0.

@@ -447,7 +447,7 @@ struct QuadraticFwdSm90Workspace {
 template <class Score, class Visibility>
 struct LaunchQuadraticFwdSm90 {
   static void run(const FwdParams& p, cudaStream_t stream) {
-    dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) {
+    dispatch_head_dim(QuadraticSm90HeadDims(), common_head_dim(p), [&](auto head_dim) {
       if constexpr (kWeighsInFp16<Score>) {
         if (p.math == MathMode::kFP16) return run<Fp16, head_dim>(p, stream);
       }

@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 
   // The state before the segment.
   const int part = a.part_before(segment);
-  const float* before = part < 0 ? nullptr : a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim);
+  const float* before =
+      part < 0 ? nullptr : a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim, kHeadDim);
   Linear1State<Math, kHeadDim> state(warp_number);
   state.begin_walk(before, shared, sum_w);
 

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
     state.add(ring + at, ring + at + Tile::kTileBytes, a.y_scale.data != nullptr ? scale : nullptr);
   }
 
-  float* out = a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim);
+  float* out = a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim, kHeadDim);
   state.store(out);
   float* sums = out + kHeadDim * kHeadDim;
   for (int i = threadIdx.x; i < 2 * kHeadDim + 4; i += Tile::kThreads) sums[i] = 0.f;
@@ -104,7 +104,7 @@ struct LaunchSums {
 template <>
 void linear1_scan<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
   if (a.parts == 1) return;
-  const int floats = static_cast<int>(linear1_state_floats(head_dim)), blocks = (floats + kScanThreads - 1) / kScanThreads;
+  const int floats = static_cast<int>(linear1_state_floats(head_dim, head_dim)), blocks = (floats + kScanThreads - 1) / kScanThreads;
   launch_kernel("linear1_scan", linear1_scan_kernel<FASTMAX_MATH>, grid_1d(int64_t{a.states()} * blocks), kScanThreads, 0, stream,
                 a.prefixes, a.parts, floats, blocks);
 }

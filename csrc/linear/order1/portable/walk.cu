@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   // The state before the segment.
   const int part = a.part_before(segment);
   const float* before = part < 0 ? nullptr
-                                 : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim);
+                                 : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) *
+                                                    linear1_state_floats(kHeadDim, kHeadDim);
   Linear1State<Math, kHeadDim> state(warp_number);
   state.begin_walk(before, shared, sum_w);
   for (int i = threadIdx.x; i < Tile::kSumTileBytes / 16; i += Tile::kThreads) reinterpret_cast<uint4*>(sum_tile)[i] = uint4{};

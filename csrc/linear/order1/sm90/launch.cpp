@@ -1,5 +1,6 @@
 // The calls that the Hopper kernels of order 1 cover, and their Linear1Walks for ../launch.cpp.
 
+#include "core/dispatch.h"
 #include "core/sm90/tensor_map.h"
 #include "linear/algorithm.h"
 #include "linear/order1/sm90/kernels.h"
@@ -8,7 +9,7 @@ namespace fastmax {
 
 // Not covered: masked keys, queries before the first key.
 bool linear1_sm90_covers(const AttentionParams& p, Direction) {
-  const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
+  const bool has_head_dim = HeadDims<64, 128>::has(common_head_dim(p));
   if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 1 || !has_head_dim || has_decay(p)) return false;
   if (!p.causal || p.causal_offset < 0 || p.attention_mask != nullptr) return false;
   const auto is_copied = [&](const void* data, const Stride& stride, int heads, int tokens, int columns) {
@@ -22,11 +23,11 @@ constexpr Linear1Walks kLinear1WalksSm90 = {
     [](const Problem& p) { return p.sm_count; },
     // Blocks of a group read the rows of y twice, from the L2 cache, and both make the state; segments read half of the rows once more,
     // from memory. At head_dim 128 two blocks took 1.4 times what one takes for the same rows (one H200).
-    [](const Problem& p, int64_t walks) { return p.head_dim == 64 && 2 * walks <= p.sm_count ? 2 : 1; },
+    [](const Problem& p, int64_t walks) { return common_head_dim(p) == 64 && 2 * walks <= p.sm_count ? 2 : 1; },
     [](const Problem& p) { return p.sm_count; },
-    [](const Problem& p, const Linear1SumArgs& a, cudaStream_t stream) { linear1_sums_sm90(a, p.head_dim, stream); },
-    [](const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream) { linear1_walk_sm90(a, p.head_dim, stream); },
-    [](const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream) { linear1_pair_walk_sm90(a, p.head_dim, stream); },
+    [](const Problem& p, const Linear1SumArgs& a, cudaStream_t stream) { linear1_sums_sm90(a, common_head_dim(p), stream); },
+    [](const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream) { linear1_walk_sm90(a, common_head_dim(p), stream); },
+    [](const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream) { linear1_pair_walk_sm90(a, common_head_dim(p), stream); },
     /*divides=*/
     [](const BwdParams& p) {
       const auto is_copied = [&](const void* data, const Stride& stride) {

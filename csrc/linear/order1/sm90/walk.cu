@@ -640,7 +640,8 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
   const int y_group = Tile::kPair ? a.y_group : 1;
   const int part = a.part_before(segment);
   const float* before =
-      part < 0 ? nullptr : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim);
+      part < 0 ? nullptr
+               : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim, kHeadDim);
   const Block block{a, stages_at, shared, ring, x_ring, states, vectors, lane, w4, group, rank, head_index, batch, x_head, kv_head,
                     first_row, own, count, y_group, before};
 
@@ -703,7 +704,7 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
   const int state_index = blockIdx.x % a.states(), part = blockIdx.x / a.states();
   const int begin = max(a.part_begin(part), 0), end = min(a.part_begin(part) + a.part, a.y_end());
   const int tiles = end > begin ? (end - begin + kTileRows - 1) / kTileRows : 0, stages = tiles * a.y_group;
-  float* out = a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim);
+  float* out = a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim, kHeadDim);
 
   if (threadIdx.x == 0) {
     ring.init(4 + 2);

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads, 1) linear_
     }
   }
 
-  float* part_sum = a.parts_sum + item * part_floats(kHeadDim, 1);
+  float* part_sum = a.parts_sum + item * part_floats(kHeadDim, kHeadDim, 1);
   float2* words = reinterpret_cast<float2*>(part_sum) + Layout::kLinearPair * Layout::kPairWords + first_value / 16 * Layout::kBlockWords;
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) store_part_block<Math>(words + j * Layout::kPairWords, acc[2 * j], acc[2 * j + 1]);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
   using Layout = StateLayout<Math, kHeadDim>;
   constexpr int kFirstWord = Layout::kLinearPair * Layout::kPairWords;
   const int words = static_cast<int>(Layout::words(1));
-  const int64_t stride = part_floats(kHeadDim, 1);
+  const int64_t stride = part_floats(kHeadDim, kHeadDim, 1);
   const int parts = a.parts(), lead = a.lead_parts();
   const int index = blockIdx.x % state_blocks * blockDim.x + threadIdx.x;
   const int64_t state = blockIdx.x / state_blocks;

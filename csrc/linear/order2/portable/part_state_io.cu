@@ -10,6 +10,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// part_floats() of a head dim that q, k and v share.
+constexpr __device__ int64_t floats_of_part(int head_dim) { return 2 * state_words(head_dim, head_dim, 1) + (2 * head_dim + 4); }
+
 // A number per thread. Columns that only the kernels have are loaded as zeros and not stored.
 template <bool kLoads>
 __global__ void __launch_bounds__(kThreads) linear_carried_part_kernel(const CarriedArgs a, const int head_dim, const int numbers) {
@@ -17,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) linear_carried_part_kernel(const Car
   const int64_t state = static_cast<int64_t>(blockIdx.x) / blocks;
   const int index = static_cast<int>(blockIdx.x) % blocks * kThreads + static_cast<int>(threadIdx.x);
   if (index >= numbers) return;
-  float* part = a.accumulators + state * part_floats(head_dim, 1);
+  float* part = a.accumulators + state * floats_of_part(head_dim);
   const int64_t first_row = state * (1 + d);
 
   // Where the number lies: row and column of the values, or (column < 0) row of the weights.
@@ -32,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) linear_carried_part_kernel(const Car
     const int i = index - sums;
     row = i < head_dim ? 0 : i < 2 * head_dim ? 1 + i - head_dim : 0;
     column = i < head_dim ? i : -1;
-    at = 2 * static_cast<int>(state_words(head_dim, 1)) + i;
+    at = 2 * static_cast<int>(state_words(head_dim, head_dim, 1)) + i;
   }
   const bool exists = row <= d && column < dv;
   const float factor = row == 0 ? a.factors.one : a.factors.first;

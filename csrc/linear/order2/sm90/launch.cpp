@@ -11,7 +11,7 @@ namespace fastmax {
 
 // Few keys and large scores are no exception: features that cancel (docs/algorithm.md) are rounded here as by the portable kernels.
 bool linear2_sm90_covers(const AttentionParams& p, Direction) {
-  const bool has_head_dim = HopperLinear2HeadDims::at_least(p.head_dim) == p.head_dim;
+  const bool has_head_dim = HopperLinear2HeadDims::has(common_head_dim(p));
   if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 2 || !has_head_dim) return false;
   const auto is_copied = [&](const void* data, const Stride& stride, int heads, int tokens, int columns) {
     return has_tensor_map({data, stride, p.b, heads, tokens, columns, p.math});
@@ -24,21 +24,27 @@ constexpr StatePasses kStatePassesSm90 = {
     /*takes_zeros=*/true,
     [](const Problem& p) {
       StateSizes sizes;
-      dispatch_shares(p.head_dim, has_fine_shares(p), [&](auto dim, auto fine) { sizes = hopper_state_sizes<dim, fine>(); });
+      dispatch_shares(common_head_dim(p), has_fine_shares(p), [&](auto dim, auto fine) { sizes = hopper_state_sizes<dim, fine>(); });
       return sizes;
     },
-    [](const Problem& p, const StateArgs& a, cudaStream_t stream) { linear_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
-    [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { linear_read_sm90(a, p.head_dim, p.sm_count, stream); },
-    [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, p.head_dim, p.sm_count, stream); },
-    [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
-      linear_grads_sm90(values, a, p.head_dim, p.sm_count, stream);
+    [](const Problem& p, const StateArgs& a, cudaStream_t stream) {
+      linear_state_sm90(a, common_head_dim(p), has_fine_shares(p), stream);
     },
-    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
-    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
+    [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { linear_read_sm90(a, common_head_dim(p), p.sm_count, stream); },
+    [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, common_head_dim(p), p.sm_count, stream); },
+    [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
+      linear_grads_sm90(values, a, common_head_dim(p), p.sm_count, stream);
+    },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
+      linear_load_state_sm90(a, common_head_dim(p), has_fine_shares(p), stream);
+    },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
+      linear_store_state_sm90(a, common_head_dim(p), has_fine_shares(p), stream);
+    },
     [](const Problem&, const AddArgs& a, cudaStream_t stream) { linear_add_state<Bf16>(a, stream); },
     // The gradient kernels have no registers and threads left for it.
     /*adds_while_reading=*/
-    [](const Problem& p, Time time) { return time == Time::kForward && reads_add_sm90(p.head_dim); },
+    [](const Problem& p, Time time) { return time == Time::kForward && reads_add_sm90(common_head_dim(p)); },
 };
 
 }  // namespace fastmax

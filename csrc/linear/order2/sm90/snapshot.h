@@ -130,7 +130,7 @@ void dispatch_shares(int head_dim, bool is_fine, Function&& function) {
 // Whether a call's states are shared finely: a state pass then takes less time, but twice the multiprocessors, which few states can also
 // use by segments (plan.h).
 inline bool has_fine_shares(const Problem& p) {
-  if (p.head_dim != 64) return false;
+  if (common_head_dim(p) != 64) return false;
   const int64_t states = int64_t{p.b} * p.hk;
   // One H200: 16 heads in eight blocks take 0.95 of the time that they take in four and three segments, 8 heads 1.08.
   constexpr double kFineWalk = 0.71, kSegments = 1.1;
