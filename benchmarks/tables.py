@@ -110,7 +110,7 @@ def size(case: str) -> str:
 
 
 def missed(row: tuple) -> str:
-    return "" if row.met == "yes" else ", missed"
+    return {"yes": "", "no": ", missed"}[row.met]
 
 
 def table(header: Sequence, lines: Iterable[Sequence], measured: pd.DataFrame | None = None) -> str:
@@ -654,11 +654,14 @@ def rewritten(text: str, results: Results) -> str:
         start, kind, name, _, end = match.groups()
         if name not in BLOCKS:
             raise ValueError(f"no block is named {name!r}; there are {', '.join(sorted(BLOCKS))}")
+        made = BLOCKS[name](results)
+        if re.search(r"\bnan\b", made):
+            raise LookupError(f"the CSVs lack a number of {name!r}: {made}")
         if kind == "table":
-            return f"{start}\n\n{BLOCKS[name](results)}\n\n{end}"
+            return f"{start}\n\n{made}\n\n{end}"
         if match.start() == 0 or text[match.start() - 1] == "\n":
             raise ValueError(f"the mark of {name!r} begins a line, which in Markdown begins a block")
-        return f"{start}{BLOCKS[name](results)}{end}"
+        return f"{start}{made}{end}"
 
     return _MARKED.sub(replacement, text)
 
