@@ -11,4 +11,6 @@ profile.py     time of one case by kernel: python -m benchmarks.profile; counter
 roofline.py    least time of calls and kernels on an H200
 distributed.py attention over several GPUs: python -m benchmarks.distributed; messages.py counts or replaces its messages
 learn/         training experiments: python -m benchmarks.learn
+
+They need pandas, which `pip install ".[test]"` installs; figures need matplotlib (`.[examples]`).
 """

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import math
 import platform
 import subprocess
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import torch
 
 from benchmarks.registry import DTYPES
@@ -52,12 +52,21 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def read_csv(path: Path) -> list[Row]:
-    """Reads a CSV of `write_csv`. Numbers are converted, empty cells are left out."""
-    numbers = dict.fromkeys(("batch", "heads", "tokens", "head_dim"), int)
-    numbers |= dict.fromkeys(("median", "of_peer", "target", "of_floor", "gb_per_s"), float)
+def read_csv(path: Path) -> pd.DataFrame:
+    """Reads a CSV with at least one row. An empty cell is NaN."""
+    text = dict.fromkeys(("p", "torch", "commit"), str)  # also where it looks like a number
     with path.open(newline="") as file:
-        return [{key: numbers.get(key, str)(cell) for key, cell in row.items() if cell != ""} for row in csv.DictReader(file)]
+        rows = pd.read_csv(file, dtype=text)
+    if rows.empty:
+        raise LookupError(f"{path} has no row")
+    return rows
+
+
+def where(rows: pd.DataFrame, **equal: object) -> pd.DataFrame:
+    """Returns the rows with these values; for a tuple, with one of its values."""
+    for key, x in equal.items():
+        rows = rows[rows[key].isin(x if isinstance(x, tuple) else (x,))]
+    return rows
 
 
 HEADER = (
@@ -85,21 +94,20 @@ def line(row: Row) -> str:
     ).rstrip()
 
 
-def crossing(slow: dict[int, float], fast: dict[int, float]) -> float | None:
+def crossing(slow: Mapping[int, float], fast: Mapping[int, float]) -> float | None:
     """Returns the n from which on `fast`, whose time grows more slowly, takes less time than `slow`.
 
     Between two sizes log(time ratio) is interpolated linearly over log n. The result is the first n if `fast` takes less time
     there already, and None if it never does.
     """
-    sizes = sorted(slow.keys() & fast.keys())
-    ahead = [math.log(fast[n] / slow[n]) for n in sizes]
-    if not sizes or ahead[-1] >= 0:
+    times = pd.DataFrame({"slow": slow, "fast": fast}, dtype=float).dropna().sort_index()
+    sizes, ahead = np.log(times.index.to_numpy(float)), np.log(times["fast"] / times["slow"]).to_numpy()
+    if times.empty or ahead[-1] >= 0:
         return None
-    last = max((i for i, x in enumerate(ahead) if x >= 0), default=None)
-    if last is None:
-        return float(sizes[0])
-    share = ahead[last] / (ahead[last] - ahead[last + 1])
-    return math.exp(math.log(sizes[last]) + share * math.log(sizes[last + 1] / sizes[last]))
+    if (ahead < 0).all():
+        return float(times.index[0])
+    last = np.flatnonzero(ahead >= 0)[-1]
+    return float(np.exp(np.interp(0, ahead[[last + 1, last]], sizes[[last + 1, last]])))
 
 
 def chosen_crossing(device: torch.device, dtype: str, p: int, heads: int, d: int, longest: int) -> int | None:
@@ -131,61 +139,41 @@ def chosen_crossing(device: torch.device, dtype: str, p: int, heads: int, d: int
     return high
 
 
-def crossings(rows: list[Row], device: torch.device) -> list[str]:
+def crossings(rows: pd.DataFrame, device: torch.device) -> list[str]:
     """Returns lines with the n from which linear is faster than quadratic, as measured and as "auto" chooses."""
-    times: dict[tuple, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        if "median" in row and row["mode"] == "fwd+bwd":
-            key = (row["dtype"], row["p"], row["head_dim"], row["heads"])
-            times[key][row["provider"]][row["tokens"]] = row["median"]
     lines = ["", "linear is faster from n = (forward + backward)", f"{'':<16}{'measured':>12}{'auto chooses':>14}"]
-    for (dtype, p, d, heads), by in sorted(times.items(), key=str):
-        sizes = sorted(by["quadratic"].keys() & by["linear"].keys())
-        if not sizes:
+    for (dtype, p, d, heads), own in rows.groupby(["dtype", "p", "head_dim", "heads"]):
+        times = curves(own, ["quadratic", "linear"], "fwd+bwd").dropna()
+        if times.empty:
             continue
-        measured = crossing(by["quadratic"], by["linear"])
-        text = f"> {sizes[-1]}"
-        if measured is not None:
-            text = f"<= {sizes[0]}" if measured == sizes[0] else f"{measured:.0f}"
-        longest = 2 * sizes[-1]
-        chosen = chosen_crossing(device, dtype, p, heads, d, longest)
-        lines.append(f"{f'{dtype} p={p} d={d}':<16}{text:>12}{f'> {longest}' if chosen is None else chosen:>14}")
+        measured, first, last = crossing(times["quadratic"], times["linear"]), *times.index[[0, -1]]
+        text = f"> {last}" if measured is None else f"<= {first}" if measured == first else f"{measured:.0f}"
+        chosen = chosen_crossing(device, dtype, p, heads, d, 2 * last)
+        lines.append(f"{f'{dtype} p={p} d={d}':<16}{text:>12}{f'> {2 * last}' if chosen is None else chosen:>14}")
     return lines
 
 
-def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
+def scaling(rows: pd.DataFrame, path: Path, device: torch.device | None) -> None:
     """Draws time and memory over n, with a column for each head dim.
 
     A ring marks where fastmax becomes faster than the fastest softmax. The dotted line marks where algorithm="auto" changes
     from quadratic to linear (p = 2).
     """
-    curves: dict[tuple, dict[int, float]] = defaultdict(dict)
-    for row in rows:
-        if "median" in row:
-            curves[row["head_dim"], row["mode"], row["provider"]][row["tokens"]] = row["median"]
-    dims = sorted({key[0] for key in curves})
-    names = list(dict.fromkeys(key[2] for key in curves))
-    with _figure(2, len(dims), path) as (figure, axes):
-        for column, d in enumerate(dims):
-            for axis, mode, unit in zip(axes[:, column], ("fwd+bwd", "memory"), ("ms", "MiB"), strict=True):
-                _draw(axis, {name: curves[d, mode, name] for name in names}, f"{TITLES.get(mode, mode)}, {unit}")
-            top = axes[0, column]
-            softmax: dict[int, float] = {}
-            for name in (name for name in names if name.startswith("sdpa")):
-                for n, ms in curves[d, "fwd+bwd", name].items():
-                    softmax[n] = min(ms, softmax.get(n, math.inf))
+    by_size, names = rows.groupby("head_dim"), rows["provider"].unique()
+    with _figure(2, len(by_size), path) as (figure, axes):
+        for (d, own), (top, bottom) in zip(by_size, axes.T, strict=True):
+            first, times = own.iloc[0], curves(own, names, "fwd+bwd")
+            _draw(top, times, f"{TITLES['fwd+bwd']}, ms")
+            _draw(bottom, curves(own, names, "memory"), "memory, MiB")
+            softmax = times.filter(regex="^sdpa").min(axis=1).dropna()
             for i, name in enumerate(names):
-                ours = curves[d, "fwd+bwd", name]
+                ours = times[name].dropna()
                 n = crossing(softmax, ours) if name.startswith("fastmax") else None
-                if n is not None and n > min(softmax):
-                    below = max(x for x in ours if x <= n)
-                    above = min(x for x in ours if x >= n)
-                    share = math.log(n / below) / math.log(above / below) if above > below else 0.0
-                    ms = ours[below] ** (1 - share) * ours[above] ** share
+                if n is not None and n > softmax.index[0]:
+                    ms = np.exp(np.interp(np.log(n), np.log(ours.index), np.log(ours)))
                     top.plot(n, ms, "o", markersize=11, markerfacecolor="none", color=f"C{i}")
                     place = (6, -14 - 11 * i)  # numbers of curves that meet at one point stand one below the other
                     top.annotate(f"{n:.0f}", (n, ms), xytext=place, textcoords="offset points", color=f"C{i}")
-            first = next(row for row in rows if row["head_dim"] == d)
             switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536) if device else None
             if switch is not None:
                 top.axvline(switch, color="gray", linestyle=":")
@@ -193,63 +181,48 @@ def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
         marks = "ring: fastmax overtakes the fastest softmax"
         if device:
             marks += "; dotted: p = 2 turns from quadratic to linear"
-        figure.suptitle(f"causal attention, forward + backward\n{_where(rows)}\n{marks}", fontsize=9)
+        figure.suptitle(f"causal attention, forward + backward\n{_source(rows)}\n{marks}", fontsize=9)
 
 
-def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
+def times(rows: pd.DataFrame, path: Path, device: torch.device | None) -> None:
     """Draws time over n by provider, with a row for each mode and a column for each (heads, head_dim)."""
-    sizes = sorted({(row["heads"], row["head_dim"]) for row in rows})
-    modes = list(dict.fromkeys(row["mode"] for row in rows if row["unit"] == "ms"))
-    names = _providers(rows)
-    with _figure(len(modes), len(sizes), path) as (figure, axes):
-        for column, (heads, d) in enumerate(sizes):
-            here = [row for row in rows if (row["heads"], row["head_dim"]) == (heads, d)]
-            for axis, mode in zip(axes[:, column], modes, strict=True):
-                _draw(axis, _curves(here, names, mode, lambda row: row["median"]), f"{TITLES.get(mode, mode)}, ms")
-            title = here[0]["case"].rpartition(" (")[0]
-            axes[0, column].set_title(f"{title} ({here[0]['batch']}, {heads}, n, {d})", fontsize=9)
-        figure.suptitle(f"causal attention\n{_where(rows)}", fontsize=10)
+    by_size, names = rows.groupby(["heads", "head_dim"]), rows["provider"].unique()
+    modes = where(rows, unit="ms")["mode"].unique()
+    with _figure(len(modes), len(by_size), path) as (figure, axes):
+        for ((heads, d), own), column in zip(by_size, axes.T, strict=True):
+            for axis, mode in zip(column, modes, strict=True):
+                _draw(axis, curves(own, names, mode), f"{TITLES.get(mode, mode)}, ms")
+            first = own.iloc[0]
+            title = f"{first['case'].rpartition(' (')[0]} ({first['batch']}, {heads}, n, {d})"
+            column[0].set_title(title, fontsize=9)
+        figure.suptitle(f"causal attention\n{_source(rows)}", fontsize=10)
 
 
-def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
+def training(rows: pd.DataFrame, path: Path, device: torch.device | None) -> None:
     """Draws the tokens per second of a training step over the context. Memory is text, because its lines would coincide."""
-
-    def tokens_per_s(row: Row) -> float:
-        return row["batch"] * row["tokens"] / row["median"] * 1e3
-
+    rates = rows.assign(median=1e3 * rows["batch"] * rows["tokens"] / rows["median"])
     with _figure(1, 1, path, width=6.5) as (figure, axes):
-        _draw(axes[0, 0], _curves(rows, _providers(rows), "train", tokens_per_s), "tokens per second")
+        _draw(axes[0, 0], curves(rates, rows["provider"].unique(), "train"), "tokens per second")
         axes[0, 0].set_xlabel("context, tokens")
-        title = rows[0]["case"].rpartition(" (")[0]
+        title = rows.iloc[0]["case"].rpartition(" (")[0]
         memory = f"peak memory: within {memory_spread(rows):.1%} of each other at every context"
-        figure.suptitle(f"a training step, {title}\n{_where(rows)}\n{memory}", fontsize=9)
+        figure.suptitle(f"a training step, {title}\n{_source(rows)}\n{memory}", fontsize=9)
 
 
-def _where(rows: list[Row]) -> str:
+def _source(rows: pd.DataFrame) -> str:
     """Returns the device and the commits of the rows."""
-    commits = dict.fromkeys(row["commit"] for row in rows if "commit" in row)
-    return f"{rows[0].get('device', '')}, measured at {', '.join(commits)}"
+    return f"{rows['device'].iloc[0]}, measured at {', '.join(rows['commit'].dropna().unique())}"
 
 
-def memory_spread(rows: list[Row]) -> float:
+def memory_spread(rows: pd.DataFrame) -> float:
     """Returns the largest relative difference in memory between two providers at the same context, as a fraction."""
-    peaks = _curves(rows, _providers(rows), "memory", lambda row: row["median"]).values()
-    at = [[points[n] for points in peaks if n in points] for n in {n for points in peaks for n in points}]
-    return max(max(values) / min(values) for values in at) - 1
+    peaks = curves(rows, rows["provider"].unique(), "memory")
+    return (peaks.max(axis=1) / peaks.min(axis=1)).max() - 1
 
 
-def _providers(rows: list[Row]) -> list[str]:
-    """Returns the names of the providers, in the order of the rows."""
-    return list(dict.fromkeys(row["provider"] for row in rows))
-
-
-def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row], float]) -> dict[str, dict[int, float]]:
-    """Returns curves: provider -> n -> value."""
-    curves: dict[str, dict[int, float]] = {name: {} for name in names}
-    for row in rows:
-        if "median" in row and row["mode"] == mode:
-            curves[row["provider"]][row["tokens"]] = value(row)
-    return curves
+def curves(rows: pd.DataFrame, names: Sequence[str], mode: str) -> pd.DataFrame:
+    """Returns the medians of a mode, with a row for each number of tokens and a column for each of the providers `names`."""
+    return where(rows, mode=mode).pivot(index="tokens", columns="provider", values="median").reindex(columns=names)
 
 
 # Provider and mode -> how figures call them
@@ -270,18 +243,17 @@ TITLES = {
 }
 
 
-def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
+def _draw(axis, curves: pd.DataFrame, label: str) -> None:
     """Draws curves on log-log axes. A provider has the same colour everywhere, also if it or another has no points."""
     from matplotlib.ticker import LogLocator
 
-    for i, (name, points) in enumerate(curves.items()):
-        if points:
-            axis.plot(
-                *zip(*sorted(points.items()), strict=True), "o-", markersize=3, color=f"C{i}", label=TITLES.get(name, name)
-            )
+    for i, name in enumerate(curves):
+        points = curves[name].dropna()
+        if len(points):
+            axis.plot(points.index, points, "o-", markersize=3, color=f"C{i}", label=TITLES.get(name, name))
     axis.set(xscale="log", yscale="log", ylabel=label)
-    sizes = sorted(set().union(*curves.values()))
-    shown = sizes[:: -(-len(sizes) // 6)] if sizes else []
+    sizes = curves.dropna(how="all").index
+    shown = sizes[:: max(1, -(-len(sizes) // 6))]
     axis.set_xticks(shown, [_short(n) for n in shown])
     low, high = axis.get_ylim()
     if high < 100 * low:  # with powers of ten alone the axis could have no label

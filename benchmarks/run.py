@@ -19,6 +19,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from benchmarks import report
@@ -79,10 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(report.line(row), flush=True)
         if options.out:
             report.write_csv(rows, options.out)  # after each case, so that an interruption loses no earlier case
+    measured = pd.DataFrame(rows, columns=report.COLUMNS)
     if suite.report:
-        print("\n".join(report.REPORTS[suite.report](rows, device)))
+        print("\n".join(report.REPORTS[suite.report](measured, device)))
     if options.figure:
-        report.FIGURES[suite.figure](rows, options.figure, device)
+        report.FIGURES[suite.figure](measured, options.figure, device)
     missed = [row for row in rows if row.get("met") == "no"]
     judged = sum(row.get("met", "") != "" for row in rows)
     if judged:

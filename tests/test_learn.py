@@ -7,6 +7,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -545,7 +546,7 @@ def test_seconds_until_softmax_are_those_of_each_seed(tmp_path):
     further = last | {"at": 3, "step": 3, "seconds": 21.0, "value": 0.1}
     text = text_of("equal-time", [*found, further], tmp_path)
     assert "| softmax (SDPA) | 20 | 3.0 M | 0.6150 | 0.6150 | 20 |" in text  # 21 and 20 s
-    steps, losses = results.curve([*found, further], "step", variant="softmax_sdpa", measure="val")
+    steps, losses = results.curve(pd.DataFrame([*found, further]), "step", variant="softmax_sdpa", measure="val")
     assert steps == [1, 2] and losses == pytest.approx([0.815, 0.615]), "of as many seeds everywhere"
 
 

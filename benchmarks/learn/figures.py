@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.learn import rows
+import pandas as pd
+
 from benchmarks.learn.pages import TITLES
 from benchmarks.learn.recall import TITLES as RECALL
-from benchmarks.learn.results import above, best_rate, curve, in_order, values, where
-from benchmarks.learn.rows import Row
+from benchmarks.learn.results import above, best_rate, curve, in_order
+from benchmarks.report import read_csv, where
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
 
@@ -22,10 +23,10 @@ def draw(results: Path, figures: Path = FIGURES) -> list[Path]:
     figures.mkdir(parents=True, exist_ok=True)
     written = []
     for name, (experiment, function) in DRAWN.items():
-        found = rows.read(results / f"{experiment}.csv")
-        if not found:
+        if not (results / f"{experiment}.csv").exists():
             print(f"{name}: no {experiment}.csv in {results}")
             continue
+        found = read_csv(results / f"{experiment}.csv")
         path = figures / f"learn_{name}.png"
         _save(function(found), found, path)
         print(f"wrote {path}")
@@ -33,12 +34,11 @@ def draw(results: Path, figures: Path = FIGURES) -> list[Path]:
     return written
 
 
-def _save(figure, found: list[Row], path: Path) -> None:
+def _save(figure, found: pd.DataFrame, path: Path) -> None:
     """Writes a figure with the commits and the device of its rows."""
     import matplotlib.pyplot as plt
 
-    commits = dict.fromkeys(row["commit"] for row in found if row.get("commit"))
-    devices = dict.fromkeys(row["device"].partition(",")[0] for row in found if row.get("device"))
+    commits, devices = (found[key].dropna().str.partition(",")[0].unique() for key in ("commit", "device"))
     figure.suptitle(f"{', '.join(devices)}, commits {', '.join(commits)}", fontsize=8, color="gray")
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -55,10 +55,10 @@ def _panels(settings: list[str], sharey: bool = False):
     return figure, dict(zip(settings, axes[0], strict=True))
 
 
-def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bool = False):
+def _lines(found: pd.DataFrame, measure: str, against: str, x: str, y: str, log: bool = False):
     """Draws a line for each variant."""
     styles = _styles(in_order(found, TITLES))
-    figure, axes = _panels(values(found, "setting"))
+    figure, axes = _panels(found["setting"].unique())
     for setting, axis in axes.items():
         own = where(found, setting=setting)
         for name in in_order(own, TITLES):
@@ -89,34 +89,34 @@ def _with_legend(figure):
     return figure
 
 
-def _zoomed(figure, found: list[Row], measure: str):
+def _zoomed(figure, found: pd.DataFrame, measure: str):
     """Limits the axes of losses. With the first losses, from ln(256) down, differences would be invisible."""
-    for axis, setting in zip(figure.axes, values(found, "setting"), strict=True):
-        losses = sorted(row["value"] for row in where(found, setting=setting, measure=measure))
-        lowest, middle = losses[0], losses[len(losses) // 2]
+    for axis, setting in zip(figure.axes, found["setting"].unique(), strict=True):
+        losses = where(found, setting=setting, measure=measure)["value"]
+        lowest, middle = losses.min(), losses.quantile(0.5, "higher")
         if middle > lowest:
             axis.set_ylim(lowest - 0.05 * (middle - lowest), lowest + 3 * (middle - lowest))
     return figure
 
 
-def equal_steps(found: list[Row]):
+def equal_steps(found: pd.DataFrame):
     return _zoomed(_lines(found, "val", "step", "step", "validation loss, nats per byte"), found, "val")
 
 
-def equal_time(found: list[Row]):
+def equal_time(found: pd.DataFrame):
     return _zoomed(_lines(found, "val", "seconds", "seconds of training", "validation loss, nats per byte"), found, "val")
 
 
-def equal_time_position(found: list[Row]):
+def equal_time_position(found: pd.DataFrame):
     return _zoomed(_lines(found, "position", "at", "position in the context", "loss, nats per byte"), found, "position")
 
 
-def needle(found: list[Row]):
+def needle(found: pd.DataFrame):
     return _lines(found, "needle", "at", "tokens of text", "facts found, %", log=True)
 
 
-def ablation(found: list[Row]):
-    figure, axes = _panels(values(found, "setting"))
+def ablation(found: pd.DataFrame):
+    figure, axes = _panels(found["setting"].unique())
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="loss")
         losses = {title: above(own, name, "p2_all") for name, title in in_order(own, TITLES).items() if name != "p2_all"}
@@ -127,9 +127,9 @@ def ablation(found: list[Row]):
     return figure
 
 
-def recall(found: list[Row]):
+def recall(found: pd.DataFrame):
     styles = _styles(in_order(found, RECALL))
-    figure, axes = _panels(values(found, "setting"), sharey=True)
+    figure, axes = _panels(found["setting"].unique(), sharey=True)
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="accuracy")
         for name in in_order(own, RECALL):

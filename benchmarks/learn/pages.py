@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 
-from benchmarks.learn import conversion, rows
+import pandas as pd
+
+from benchmarks.learn import conversion
 from benchmarks.learn.recall import TITLES as RECALL
-from benchmarks.learn.results import above, best_rate, in_order, seconds_to_reach, spread, values, where
-from benchmarks.learn.rows import Row
+from benchmarks.learn.results import above, best_rate, in_order, seconds_to_reach, seed_values
 from benchmarks.learn.variants import VARIANTS
+from benchmarks.report import read_csv, where
 
 FOLDER = "benchmarks/results/learn"
 SAME_TIME = 1.1  # largest ratio of the times of two runs: a run ends with the step that is running
@@ -18,14 +19,14 @@ TITLES = {name: variant.title for name, variant in VARIANTS.items()}
 CONVERSIONS = {name: variant.title for name, variant in conversion.VARIANTS.items()}
 
 Lines = Iterator[list[str]]  # lines of a table; the first is the header
-Table = Callable[[list[Row]], Lines]  # makes a table of the rows of one setting
+Table = Callable[[pd.DataFrame], Lines]  # makes a table of the rows of one setting
 
 
 def million(n: float) -> str:
     return f"{n / 1e6:.1f} M"
 
 
-def equal_steps(found: list[Row]) -> Lines:
+def equal_steps(found: pd.DataFrame) -> Lines:
     measured = in_order(found, TITLES)
     baselines = [name for name in ("softmax", "softmax_parts") if name in measured]
     yield [
@@ -39,61 +40,60 @@ def equal_steps(found: list[Row]) -> Lines:
     ]
     for name, title in measured.items():
         own = where(found, variant=name)
-        loss, last = (spread(own, measure=measure) for measure in ("loss", "last_quarter"))
+        loss, last = (seed_values(own, measure=measure) for measure in ("loss", "last_quarter"))
         differences = [f"{above(found, name, other, measure='loss'):+.4f}" for other in baselines]
-        counts = [million(own[0]["parameters"]), str(loss.count)]
-        losses = [f"{loss.mean:.4f}", f"{loss.lowest:.4f} to {loss.highest:.4f}", f"{last.mean:.4f}"]
+        counts = [million(own["parameters"].iloc[0]), str(len(loss))]
+        losses = [f"{loss.mean():.4f}", f"{loss.min():.4f} to {loss.max():.4f}", f"{last.mean():.4f}"]
         yield [title, *counts, *losses, *differences]
 
 
-def equal_time(found: list[Row]) -> Lines:
+def equal_time(found: pd.DataFrame) -> Lines:
     measured = in_order(found, TITLES)
     yield ["attention", "seconds", "tokens", "loss", "of the last quarter", "seconds until softmax (SDPA)'s last loss"]
-    seconds = [row["seconds"] for row in where(found, measure="loss")]
-    if max(seconds) > SAME_TIME * min(seconds):
-        raise LookupError(f"runs of {min(seconds):.0f} and of {max(seconds):.0f} s of training are not of equal time")
+    shortest, longest = where(found, measure="loss")["seconds"].agg(["min", "max"])
+    if longest > SAME_TIME * shortest:
+        raise LookupError(f"runs of {shortest:.0f} and of {longest:.0f} s of training are not of equal time")
     for name, title in measured.items():
         own = where(found, variant=name)
-        loss, last = (spread(own, measure=measure).mean for measure in ("loss", "last_quarter"))
-        ends, until = where(own, measure="loss"), seconds_to_reach(found, name, "softmax_sdpa")
-        cells = [f"{fmean(row['seconds'] for row in ends):.0f}", million(fmean(row["tokens"] for row in ends))]
-        yield [title, *cells, f"{loss:.4f}", f"{last:.4f}", "" if until is None else f"{until:.0f}"]
+        loss, last = (seed_values(own, measure=measure).mean() for measure in ("loss", "last_quarter"))
+        seconds, tokens = where(own, measure="loss")[["seconds", "tokens"]].mean()
+        until = seconds_to_reach(found, name, "softmax_sdpa")
+        yield [title, f"{seconds:.0f}", million(tokens), f"{loss:.4f}", f"{last:.4f}", "" if until is None else f"{until:.0f}"]
 
 
-def ablation(found: list[Row]) -> Lines:
+def ablation(found: pd.DataFrame) -> Lines:
     yield ["layer", "loss", "of the last quarter", "above all parts"]
     for name, title in in_order(found, TITLES).items():
-        loss, last = (spread(found, variant=name, measure=measure).mean for measure in ("loss", "last_quarter"))
+        loss, last = (seed_values(found, variant=name, measure=measure).mean() for measure in ("loss", "last_quarter"))
         yield [title, f"{loss:.4f}", f"{last:.4f}", f"{above(found, name, 'p2_all', measure='loss'):+.4f}"]
 
 
-def recall(found: list[Row]) -> Lines:
-    pairs = sorted(values(where(found, measure="accuracy"), "at"))
+def recall(found: pd.DataFrame) -> Lines:
+    pairs = sorted(where(found, measure="accuracy")["at"].unique())
     yield ["attention", "learning rate", *(f"{count} pairs" for count in pairs)]
     for name, title in in_order(found, RECALL).items():
-        lr = best_rate(found, name, found[0]["setting"])
+        lr = best_rate(found, name, found["setting"].iloc[0])
         here = where(found, variant=name, lr=lr, measure="accuracy")
-        yield [title, f"{lr:.1e}", *(f"{spread(here, at=count).mean:.1f}" for count in pairs)]
+        yield [title, f"{lr:.1e}", *(f"{seed_values(here, at=count).mean():.1f}" for count in pairs)]
 
 
-def needle(found: list[Row]) -> Lines:
-    lengths = sorted(values(where(found, measure="needle"), "at"))
+def needle(found: pd.DataFrame) -> Lines:
+    lengths = sorted(where(found, measure="needle")["at"].unique())
     yield ["attention", *(f"{n // 1024}k tokens" if n >= 1024 else f"{n} tokens" for n in lengths), "validation loss"]
     for name, title in in_order(found, TITLES).items():
         own = where(found, variant=name)
-        found_at = [[spread(own, measure=measure, at=n).mean for measure in ("needle", "letters")] for n in lengths]
+        found_at = [[seed_values(own, measure=measure, at=n).mean() for measure in ("needle", "letters")] for n in lengths]
         shares = [f"{facts:.0f}% ({letters:.0f}%)" for facts, letters in found_at]
-        yield [title, *shares, f"{spread(own, measure='loss').mean:.4f}"]
+        yield [title, *shares, f"{seed_values(own, measure='loss').mean():.4f}"]
 
 
-def conversions(found: list[Row]) -> Lines:
+def conversions(found: pd.DataFrame) -> Lines:
     stages = {"before": "before", "swapped": "swapped", "fitted": "polynomial fitted", "transferred": "attention transferred"}
     stages["finetuned"] = "fine-tuned"
     yield ["exchanged for fastmax", *stages.values()]
     for name, title in in_order(found, CONVERSIONS).items():
-        losses = {row["measure"]: row for row in where(found, variant=name)}
-        means = [spread(found, variant=name, measure=stage).mean if stage in losses else None for stage in stages]
-        yield [title, *("" if mean is None else f"{mean:.4f}" for mean in means)]
+        losses = {measure: seed_values(own) for measure, own in where(found, variant=name).groupby("measure")}
+        yield [title, *(f"{losses[stage].mean():.4f}" if stage in losses else "" for stage in stages)]
 
 
 # Name of an experiment -> its table, and the figures below it: name -> alternative text
@@ -121,44 +121,37 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
     path = root / FOLDER / f"{name}.csv"
     if not path.exists():
         return f"Not measured yet: `python -m benchmarks.learn {name}`."
-    found = rows.read(path)
-    if not found:
-        raise LookupError(f"{path} has no row")
     table, figures = TABLES[name]
     parts = []
-    for setting in values(found, "setting"):
-        own = where(found, setting=setting)
+    for setting, own in read_csv(path).groupby("setting", sort=False):
         header, *lines = table(own)
         parts += [f"{setting}. {conditions(own)}", as_table(header, lines)]
     parts += [f"![{shows}](figures/learn_{figure}.png)" for figure, shows in figures.items()]
     return "\n\n".join(parts)
 
 
-def rows_of(name: str, setting: str, root: Path) -> list[Row]:
+def rows_of(name: str, setting: str, root: Path) -> pd.DataFrame:
     """Returns the rows of an experiment in a setting."""
-    return where(rows.read(root / FOLDER / f"{name}.csv"), setting=setting)
+    return where(read_csv(root / FOLDER / f"{name}.csv"), setting=setting)
 
 
 def losses(name: str, setting: str, root: Path) -> dict[str, float]:
     """Returns variant -> loss of the trained model, averaged over its seeds."""
     found = where(rows_of(name, setting, root), measure="loss")
-    return {variant: spread(found, variant=variant).mean for variant in values(found, "variant")}
+    return {variant: seed_values(own).mean() for variant, own in found.groupby("variant")}
 
 
 def commits(name: str, setting: str, root: Path) -> str:
     """Returns the commits at which the runs of an experiment in a setting were measured."""
-    return ", ".join(sorted(values(rows_of(name, setting, root), "commit")))
+    return ", ".join(sorted(rows_of(name, setting, root)["commit"].unique()))
 
 
-def conditions(found: list[Row]) -> str:
+def conditions(found: pd.DataFrame) -> str:
     """Returns a sentence with the seeds, text, device, PyTorch version and commits of the rows."""
-    seeds = sorted(values(found, "seed"))
-    facts = [f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"]
-    text = values([row for row in found if "data" in row], "data")
-    if len(text) > 1:
-        raise LookupError(f"runs on different texts cannot be compared: {' and '.join(text)}")
-    facts += [f"text {text[0]}"] if text else []
-    facts += [" and ".join(values(found, "device")), f"PyTorch {' and '.join(values(found, 'torch'))}"]
-    measured_at = sorted(values(found, "commit"))
-    facts += [f"measured at {'commit' if len(measured_at) == 1 else 'commits'} {', '.join(measured_at)}"]
-    return f"{facts[0].capitalize()}; {'; '.join(facts[1:])}."
+    seeds, commits = (sorted(found[key].unique()) for key in ("seed", "commit"))
+    texts, devices, versions = (found[key].dropna().unique() for key in ("data", "device", "torch"))
+    if len(texts) > 1:
+        raise LookupError(f"runs on different texts cannot be compared: {' and '.join(texts)}")
+    facts = [f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}", *(f"text {text}" for text in texts)]
+    facts += [" and ".join(devices), f"PyTorch {' and '.join(versions)}"]
+    return f"{'; '.join(facts)}; measured at commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}."
