@@ -79,12 +79,12 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                   const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
-                                   const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end,
+                                   const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
+                                   const OptionalTensor& k_start, const OptionalTensor& k_end,
                                    double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
                                    const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_kernels_cover(inputs);
@@ -107,13 +107,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   return {results.o.result(), z};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
-    const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
-    const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
+    const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
+    const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
     double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
@@ -123,10 +123,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
-  const Tensor grad_rpe = no_elements(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
-            grad_rpe, zero_decay_gradient(log_decay, q_in)};
+            zero_decay_gradient(log_decay, q_in)};
   }
 
   const Operands x(inputs);
@@ -138,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);
   run("backward", chosen, p, q_in.get_device_index());
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, gradients.grad_log_decay};
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
 }
 
 // Checks the arguments of both directions for global keys.
@@ -168,7 +167,7 @@ Tensor global_forward(const Tensor& o, const Tensor& local_lse, const Tensor& q,
                       const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
                       double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, kNotGiven};
   check_global(inputs, scale, order, algorithm);
   check_kernels_cover(inputs);
   check_device("o", o, q);
@@ -192,7 +191,7 @@ Tensor global_forward(const Tensor& o, const Tensor& local_lse, const Tensor& q,
       return z;
     }
   }
-  const auto [o_global, z_global] = forward(q, k, v, attention_mask, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven, scale, a0, a1, a2,
+  const auto [o_global, z_global] = forward(q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven, scale, a0, a1, a2,
                                             order, /*causal=*/true, /*dropout=*/0., algorithm, allow_tf32);
   return merge(o, local_lse, o_global, z_global, kNotGiven);
 }
@@ -208,7 +207,7 @@ Tensor global_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor&
                        const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
                        double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, kNotGiven};
   check_global(inputs, scale, order, algorithm);
   check_kernels_cover(inputs);
   check_results(q, v, o, grad_o, "z", z);
@@ -232,8 +231,8 @@ Tensor global_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor&
       return gradients.grad_log_decay;
     }
   }
-  const auto [of_q, of_k, of_v, of_rpe, of_log_decay] =
-      backward(grad_o, grad_z, q, k, v, o, z, attention_mask, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven, scale, a0, a1, a2, order,
+  const auto [of_q, of_k, of_v, of_log_decay] =
+      backward(grad_o, grad_z, q, k, v, o, z, attention_mask, kNotGiven, log_decay, k_start, kNotGiven, scale, a0, a1, a2, order,
                /*causal=*/true, /*dropout=*/0., algorithm, allow_tf32);
   add(of_q, grad_q), add(of_k, grad_k), add(of_v, grad_v);
   return of_log_decay;

@@ -29,7 +29,7 @@ std::string shape_text(const Sizes& sizes) {
 // The inputs of an attention operator, without options, results and their gradients.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
-  const OptionalTensor &attention_mask, &rpe_matrix, &log_decay, &k_start, &k_end;
+  const OptionalTensor &attention_mask, &log_decay, &k_start, &k_end;
 };
 
 // For inputs that an operator does not have.
@@ -91,7 +91,6 @@ inline void check_per_token(const char* name, const OptionalTensor& x, ScalarTyp
 // NaN; results are unspecified if bounds decrease.
 inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
   check_attention(x.q, x.k, x.v, x.attention_mask, scale, causal);
-  if (x.rpe_matrix.has_value()) check_device("rpe_matrix", *x.rpe_matrix, x.q);
   const int64_t hk = x.k.size(1), n = x.q.size(2), m = x.k.size(2);
   const bool wide = x.q.scalar_type() == ScalarType::Double;
   check_per_token("log_decay", x.log_decay, wide ? ScalarType::Double : ScalarType::Float, wide ? "float64" : "float32", hk, m, x.q);

@@ -41,7 +41,6 @@ inline void check_kernels_cover(const AttentionInputs& x) {
   check_kernels_run_on("q", x.q);
   FASTMAX_CHECK(head_dim_of(x.q, x.v) != 0, "q and v must have a head_dim up to", NativeHeadDims::list(), ", got ", x.q.size(3), " and ",
                 x.v.size(3));
-  FASTMAX_CHECK(!x.rpe_matrix.has_value(), "rpe_matrix has no kernels");
 }
 
 }  // namespace fastmax

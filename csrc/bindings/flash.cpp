@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
                                          const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, bool causal,
                                          int64_t left, int64_t right, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
   check_kernels_cover(inputs);
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, bool causal, int64_t left, int64_t right,
     bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
   check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);

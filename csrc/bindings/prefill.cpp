@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_state(q_in, k_in, v_in, kv_state_in, k_sum_in, order, "kv_state", "k_sum");
   check_kernels_cover(inputs);
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
                                                  double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   const int device = cuda_device_of("k", k_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_kernels_cover(inputs);
   const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
   check_backward(inputs, grad_o_in, grad_z, grad_new_kv_state_in, grad_new_k_sum_in, o_in, z, kv_state_in, k_sum_in, scale, order);
   check_like_state("new_kv_state", new_kv_state_in, kv_state_in);
   check_like_state("new_k_sum", new_k_sum_in, k_sum_in);
@@ -279,7 +279,7 @@ struct GradientsOfSums {
 std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& o_in, const Tensor& z) {
   const int device = cuda_device_of("o", o_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{o_in, o_in, o_in, kNotGiven, kNotGiven, kNotGiven, kNotGiven, kNotGiven};
+  const AttentionInputs inputs{o_in, o_in, o_in, kNotGiven, kNotGiven, kNotGiven, kNotGiven};
   check_inputs(inputs, 1., /*causal=*/true);
   check_results(o_in, o_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, o_in);
@@ -310,7 +310,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tenso
                                                     bool keep) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_kernels_cover(inputs);
   const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
@@ -358,7 +358,7 @@ std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in,
                                         int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
   check_saved(saved, q_in, k_in);
@@ -387,7 +387,7 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
   check_kernels_cover(inputs);
@@ -417,7 +417,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("grad_new_kv_state", "grad_new_k_sum", grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, order);
   check_saved(saved, q_in, k_in);

@@ -34,8 +34,12 @@ class Accompanying(NamedTuple):
     # Whether it also applies where attention is computed in parts: to the global keys of an exact window (the tensor is then
     # cut to the part's tokens), and to calls that continue from a state.
     of_global_keys: bool = False
+    # Whether it applies to the local keys of an exact window.
+    of_local_keys: bool = True
     # Whether a call that has it must be causal.
     needs_causal: bool = False
+    # Whether the CUDA kernels read it. A call that has it runs in PyTorch operations otherwise.
+    has_kernels: bool = True
 
     @property
     def per_head(self) -> bool:
@@ -72,7 +76,7 @@ class Call(NamedTuple):
     # Standard normal noise. The output is multiplied by 1 + dropout * drop_noise. A constant to autograd.
     drop_noise: Annotated[Tensor | None, Accompanying("b h n dv")] = None
     # Relative positions: for query i, row j - i + n - 1 is added to k_j. There are n + m - 1 rows, one for each distance.
-    rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True)] = None
+    rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True, has_kernels=False)] = None
     # Log of the decay at each token: the weight of key j for query i is multiplied by exp of the sum over tokens j + 1 to
     # pos(i). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
     log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True, needs_causal=True)] = (
@@ -127,6 +131,7 @@ class Signature:
         self.gradient_names = ("q", "k", "v", *self.differentiable)
         self._options = [Call._fields.index(name) for name in options]
         self._tensors = [Call._fields.index(name) for name in tensors]
+        self._absent = [Call._fields.index(name) for name in ACCOMPANYING if name not in tensors]
 
     @property
     def schema(self) -> str:
@@ -147,7 +152,15 @@ class Signature:
         return ", ".join(f"Tensor grad_{name}" for name in self.gradient_names)
 
     def flatten(self, call: Call, allow_tf32: bool) -> tuple[tuple[Tensor | None, ...], tuple]:
-        """Returns the tensors, and the score and options, in the order of the schema."""
+        """Returns the tensors, and the score and options, in the order of the schema.
+
+        Raises:
+            ValueError: the call has a tensor that the schema has not.
+        """
+        for i in self._absent:
+            if call[i] is not None:
+                accepted = ", ".join(self.tensor_names)
+                raise ValueError(f"{Call._fields[i]} is not supported by this operator, which takes {accepted}")
         return tuple([call[i] for i in self._tensors]), (*call.score, *[call[i] for i in self._options], allow_tf32)
 
     def call(self, arguments: Sequence) -> Call:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -114,19 +113,6 @@ def _backward_flops(signature, grad_o, grad_z, q, k, v, o, z, *arguments, out_va
     return count_attention(q, k, v, signature.call(arguments), backward=True)
 
 
-def _has_no_rpe_matrix(signature: Signature, arguments: Sequence) -> bool:
-    names = signature.tensor_names
-    return "rpe_matrix" not in names or arguments[names.index("rpe_matrix")] is None
-
-
-def _covers(signature, q, k, v, *arguments) -> bool:
-    return _has_no_rpe_matrix(signature, arguments)
-
-
-def _covers_backward(signature, grad_o, grad_z, q, k, v, o, z, *arguments) -> bool:
-    return _has_no_rpe_matrix(signature, arguments)
-
-
 def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str | None = "q k v") -> Differentiable:
     """Registers a forward and its backward.
 
@@ -139,7 +125,6 @@ def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str 
         partial(_forward, signature),
         _fake_forward,
         kernel_of=kernel_of,
-        covers=partial(_covers, signature) if kernel_of else None,
         flops=partial(_forward_flops, signature),
     )
     backward = register(
@@ -148,7 +133,6 @@ def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str 
         partial(_backward, signature, statistic),
         partial(fake_gradients, signature),
         kernel_of=kernel_of,
-        covers=partial(_covers_backward, signature) if kernel_of else None,
         flops=partial(_backward_flops, signature),
     )
     operator = Differentiable(signature, forward, backward)

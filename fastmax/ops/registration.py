@@ -1,13 +1,16 @@
 """Registers the operators `torch.ops.fastmax`: schema, implementation, kernel, fake implementation and flop formula together.
 
-A CUDA kernel of an operator is itself an operator, `torch.ops.fastmax_cuda.<name>` with the same schema, which the compiled
-library implements. It has nothing else: no gradient, no fake implementation, no other device. `Operator` decides, before a call
-is dispatched, whether the kernel or the PyTorch implementation runs it.
+A CUDA kernel of an operator is itself an operator, `torch.ops.fastmax_cuda.<name>`, which the compiled library implements. It
+has the same schema without the tensors that kernels do not read (`Accompanying.has_kernels`), and nothing else: no gradient, no
+fake implementation, no other device. `Operator` decides, before a call is dispatched, whether the kernel or the PyTorch
+implementation runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager
+from fastmax.core.call import ACCOMPANYING
 from fastmax.ops import extension
 
 LIBRARY = torch.library.Library("fastmax", "DEF")
@@ -22,6 +26,7 @@ _KERNELS = torch.library.Library("fastmax_cuda", "DEF")
 OPERATORS: dict[str, Operator] = {}  # name -> registered operator
 FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # name of an operator -> its formula
 
+_UNREAD = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels)
 _UNOBSERVED = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
 
@@ -31,16 +36,16 @@ class Operator:
     Args:
         overload: the operator of `torch.ops.fastmax`.
         implementation: PyTorch operations for every device.
-        kernel: the operator of `torch.ops.fastmax_cuda`, or None.
-        covers: returns whether the kernel computes a call, given the arguments of the schema.
+        kernel: takes the same arguments and returns the same results; None: there is no kernel.
+        covers: returns whether the kernel computes a call, given the arguments.
     """
 
     def __init__(
         self,
         overload: torch._ops.OpOverload,
         implementation: Callable,
-        kernel: torch._ops.OpOverload | None,
-        covers: Callable[..., bool] | None,
+        kernel: Callable | None = None,
+        covers: Callable[..., bool] | None = None,
     ):
         self.overload = overload
         self.implementation = implementation
@@ -56,7 +61,7 @@ class Operator:
     def run(self, *arguments):
         """Computes a call by the kernel or the implementation. Dispatched calls arrive here, too."""
         if self.covers is not None and self.covers(*arguments):
-            return extension.call(self.kernel, *arguments)
+            return self.kernel(*arguments)
         return self.implementation(*arguments)
 
 
@@ -96,12 +101,8 @@ def register(
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     packet, kernel = getattr(torch.ops.fastmax, name), None
-    if kernel_of is not None:
-        covers = _covers_heads(packet.default, kernel_of.split(), covers)
-    if covers is not None:
-        _KERNELS.define(schema)
-        _KERNELS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the overload has the gradient
-        kernel = getattr(torch.ops.fastmax_cuda, name).default
+    if kernel_of is not None or covers is not None:
+        kernel, covers = _define_kernel(schema, packet.default, (kernel_of or "").split(), covers)
     operator = OPERATORS[name] = Operator(packet.default, implementation, kernel, covers)
     LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastmax::{name}", fake, lib=LIBRARY)
@@ -111,15 +112,39 @@ def register(
     return operator
 
 
-def _covers_heads(overload: torch._ops.OpOverload, names: list[str], covers: Callable[..., bool] | None) -> Callable[..., bool]:
-    """Returns `Operator.covers` for `kernel_of` and `covers` of `register`."""
-    arguments = [argument.name for argument in overload._schema.arguments]
-    indices = [arguments.index(name) for name in names]
+def _define_kernel(
+    schema: str, overload: torch._ops.OpOverload, kernel_of: list[str], covers: Callable[..., bool] | None
+) -> tuple[Callable, Callable[..., bool]]:
+    """Defines the operator of `torch.ops.fastmax_cuda`; returns `kernel` and `covers` for `Operator`."""
+    name = schema[: schema.index("(")]
+    declared = overload._schema
+    arguments, results = ([x.name for x in given] for given in (declared.arguments, declared.returns))
+    heads = [arguments.index(tensor) for tensor in kernel_of]
+    unread = [i for i, tensor in enumerate(arguments) if tensor in _UNREAD]
+    missing = [i for i, result in enumerate(results) if result.removeprefix("grad_") in _UNREAD]
+
+    for tensor in _UNREAD:
+        schema = schema.replace(f"Tensor? {tensor}, ", "").replace(f", Tensor grad_{tensor}", "")
+    _KERNELS.define(schema)
+    _KERNELS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the overload has the gradient
+    kernel = getattr(torch.ops.fastmax_cuda, name).default
+    read = itemgetter(*[i for i in range(len(arguments)) if i not in unread])
+
+    def run_kernel(*arguments):
+        results = extension.call(kernel, *read(arguments))
+        if not missing:
+            return results
+        results = list(results)
+        for i in missing:
+            results.insert(i, results[0].new_empty(0))
+        return tuple(results)
 
     def covers_call(*arguments) -> bool:
-        return extension.has_kernels(*[arguments[i] for i in indices]) and (covers is None or covers(*arguments))
+        if heads and not extension.has_kernels(*[arguments[i] for i in heads]):
+            return False
+        return all([arguments[i] is None for i in unread]) and (covers is None or covers(*arguments))
 
-    return covers_call
+    return run_kernel if unread else partial(extension.call, kernel), covers_call
 
 
 def refuse_gradient(operator: Operator, refuse: Callable[..., None], written: slice) -> None:
