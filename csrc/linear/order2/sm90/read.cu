@@ -11,6 +11,10 @@
 //
 // The constant term of the denominator is not summed: it is c0 times the number of rows of y that are seen, in a carried state too. With
 // decays it is summed with the rest, and the inter-chunk part of each row of x is multiplied by its decay, in registers.
+//
+// Roles: a producer thread fills the ring of stages, two consumer warpgroups compute. Where a state is added to the snapshots (kAdds), the
+// other warps of the producer's warpgroup are adders: a stage goes from the producer to them, and from them to the consumers. The steps of
+// the consumers are in the kernel: as functions they would get other registers.
 
 #include <algorithm>
 #include <type_traits>
@@ -35,6 +39,7 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   // Two sums of 64 rows take more than the third of the registers that a warpgroup has at first, where products are always in flight; so
   // do factors.
   static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kHasDecay;
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
@@ -119,18 +124,122 @@ __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows:
   factor = 1.f;
 }
 
-// Adds a.added to the snapshots of a block's work tiles, stage by stage as they arrive. By Tile::kAdders threads.
-template <class Tile>
-__device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows& items, uint32_t stages_at, const Ring<Tile::kStages>& copied,
-                                           const Ring<Tile::kStages>& ring) {
+// What all roles of a block share: the arguments, the layout of shared memory, and the loads of tiles. A stage holds two tiles of a
+// snapshot, or for the intra-chunk part a tile of y and one of w, the y heads of a state in turn. Members are references to variables of
+// the kernel: the compiler then allocates registers as for lambdas.
+// kValues: grad_v, over reversed rows, without denominators; else a forward.
+// kAdds: a.added is added to snapshots, only without decays.
+template <int kHeadDim_, bool kValues_, DecayKind kDecayKind_, bool kAdds_>
+struct ReadBlock {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kValues = kValues_, kAdds = kAdds_, kHasDecay = kDecayKind_ != DecayKind::kNone;
+  static constexpr DecayKind kDecayKind = kDecayKind_;
+  using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
+  using RowTile = RowTileSm90<kHeadDim>;
+  static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kXBuffers = Tile::kXBuffers;
+  static constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kProducerWarp = 4 * kWarpgroups;
+
+  const CUtensorMap &x_map, &y_map, &w_map, &out_map;
+  const ReadArgs& a;
+  const ItemsOfRows& items;
+  const uint32_t &stages_at, &x_at, &x_full;
+  const Ring<kStages>&ring, &copied;  // copied: stages that are loaded, and not yet added; without kAdds the ring itself
+  const int &warp, &lane, &warpgroup;
+
+  __device__ __forceinline__ void init_barriers() const {
+    if (threadIdx.x == 0) {
+      ring.init(4 * kWarpgroups);
+      if constexpr (kAdds) copied.init(1);
+      for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ uint32_t stage(RingPosition at) const { return stages_at + at.stage * Tile::kStageBytes; }
+  __device__ __forceinline__ SharedDecayTile y_decay(RingPosition at) const {
+    return {static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes)};
+  }
+
+  __device__ __forceinline__ void load_snapshot(RingPosition at, const ItemSource& source, int i) const {
+    const uint32_t stage = this->stage(at);
+    ring.wait_until_empty(at);
+    copied.expect(at, Tile::kStageBytes);
+    ptx::bulk_load(stage, source.snapshot + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+    if constexpr (kAdds) {
+      const char* added = static_cast<const char*>(a.added) + source.state(a) * Tile::kSnapshotBytes;
+      ptx::bulk_load(stage + Tile::kPartBytes, added + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+    }
+  }
+
+  __device__ __forceinline__ void load_own(RingPosition at, const ItemSource& source, int own) const {
+    const uint32_t stage = this->stage(at);
+    const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
+    const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
+    ring.wait_until_empty(at);
+    copied.expect(at, Tile::kPartBytes + Tile::kDecayBytes);
+    if constexpr (kHasDecay) {
+      ptx::bulk_load(y_decay(at).address, decay_tile_at(a, source.state(a), token), Tile::kDecayBytes, copied.full(at));
+    }
+    RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
+    RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
+  }
+
+  // This warpgroup's tiles of x: their places within the work tile, their buffers, their decays and their barrier.
+  __device__ __forceinline__ int tile_of(int m) const { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; }
+  __device__ __forceinline__ uint32_t x_tile(int buffer) const {
+    return x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
+  }
+  __device__ __forceinline__ SharedDecayTile x_decay(int buffer, int m) const {
+    const int tile = buffer * Tile::kItemTiles + warpgroup * kRowTiles + m;
+    return {static_cast<uint32_t>(stages_at + Tile::kXDecay + tile * Tile::kDecayBytes)};
+  }
+  __device__ __forceinline__ uint32_t x_barrier(int buffer) const { return x_full + 8 * (kWarpgroups * buffer + warpgroup); }
+
+  // Loads x of a work tile; count: how many tiles the block had before. By one thread of the warpgroup.
+  __device__ __forceinline__ void load_x(int index, int count) const {
+    if (index >= items.count) return;
+    const ItemsOfRows::Item item = items.at(a, index);
+    const int buffer = count % kXBuffers;
+    const uint32_t barrier = x_barrier(buffer);
+    prefetch_sums<Tile::kSums>(a, a.sums, item);
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kDecayBytes));
+    for (int m = 0; m < kRowTiles; ++m) {
+      const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
+      const int row = item.row + tile_of(m) * kTileRows;
+      if constexpr (kHasDecay) {
+        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+        ptx::bulk_load(x_decay(buffer, m).address, decay_tile(a, state, a.seen_end(row)), Tile::kDecayBytes, barrier);
+      }
+      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
+    }
+  }
+};
+
+// The producer: one thread that fills the ring of stages.
+template <class Block>
+__device__ __forceinline__ void produce(const Block& b) {
+  using Tile = typename Block::Tile;
+  RingPosition at;
+  for (int index = blockIdx.x; index < b.items.count; index += gridDim.x) {
+    const ItemSource source(b.a, b.items, index, b.a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+    for (int i = 0; i < source.state_stages; ++i, at.template advance<Block::kStages>()) b.load_snapshot(at, source, i);
+    for (int own = 0; own < source.own_stages; ++own, at.template advance<Block::kStages>()) b.load_own(at, source, own);
+  }
+}
+
+// The adders: add a.added to the snapshots of a block's work tiles, stage by stage as they arrive. Tile::kAdders threads.
+template <class Block>
+__device__ __forceinline__ void add_states(const Block& b) {
+  using Tile = typename Block::Tile;
   const int thread = static_cast<int>(threadIdx.x) - (Tile::kThreads - Tile::kAdders);
   RingPosition at;
-  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
-    const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
-    for (int i = 0; i < source.state_stages + source.own_stages; ++i, at.template advance<Tile::kStages>()) {
-      copied.wait_until_full(at);
+  for (int index = blockIdx.x; index < b.items.count; index += gridDim.x) {
+    const ItemSource source(b.a, b.items, index, b.a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+    for (int i = 0; i < source.state_stages + source.own_stages; ++i, at.template advance<Block::kStages>()) {
+      b.copied.wait_until_full(at);
       if (i < source.state_stages) {
-        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+        const uint32_t stage = b.stage(at);
 #pragma unroll 4
         for (int j = 16 * thread; j < Tile::kPartBytes; j += 16 * Tile::kAdders) {
           uint32_t x[4], y[4];
@@ -143,13 +252,11 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
       }
       // Of every stage: a warp that fell two rounds of the ring behind would take the parity of a phase for that of the one before last.
       ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
-      ptx::mbarrier_arrive_if(ring.full(at), thread == 0);
+      ptx::mbarrier_arrive_if(b.ring.full(at), thread == 0);
     }
   }
 }
 
-// kValues: grad_v, over reversed rows, without denominators; else a forward.
-// kAdds: a.added is added to snapshots, only without decays.
 template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds>
 __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
@@ -172,77 +279,29 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
   // Loops over tiles depend on it: what they change is kept in uniform registers where it is known to be the same in all lanes. At head
   // dim 128 that spills.
   const int warpgroup = kHeadDim == 128 ? warp / 4 : warp_uniform(warp / 4);
-  if (threadIdx.x == 0) {
-    ring.init(4 * kWarpgroups);
-    if constexpr (kAdds) copied.init(1);
-    for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-
+  using Block = ReadBlock<kHeadDim, kValues, kDecayKind, kAdds>;
+  const Block block{x_map, y_map, w_map, out_map, a, items, stages_at, x_at, x_full, ring, copied, warp, lane, warpgroup};
+  block.init_barriers();
   // This warpgroup's tiles of x within the work tile.
   const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
 
   if (warpgroup == kWarpgroups) {
-    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<24>();
+    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<Tile::kProducerRegisters>();
     if constexpr (kAdds) {
-      if (warp > 4 * kWarpgroups) return add_states<Tile>(a, items, stages_at, copied, ring);
+      if (warp > 4 * kWarpgroups) return add_states(block);
     }
     if (warp != 4 * kWarpgroups || lane != 0) return;
-    RingPosition at;
-    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
-      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
-      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
-        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
-        ring.wait_until_empty(at);
-        copied.expect(at, Tile::kStageBytes);
-        ptx::bulk_load(stage, source.snapshot + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
-        if constexpr (kAdds) {
-          const char* added = static_cast<const char*>(a.added) + source.state(a) * Tile::kSnapshotBytes;
-          ptx::bulk_load(stage + Tile::kPartBytes, added + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
-        }
-      }
-      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
-        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
-        const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
-        const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
-        ring.wait_until_empty(at);
-        copied.expect(at, Tile::kPartBytes + Tile::kDecayBytes);
-        if constexpr (kHasDecay) {
-          ptx::bulk_load(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes, decay_tile_at(a, source.state(a), token),
-                         Tile::kDecayBytes, copied.full(at));
-        }
-        RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
-        RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
-      }
-    }
+    produce(block);
     return;
   }
-  if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
+  if constexpr (Tile::kMovesRegisters) ptx::more_registers<Tile::kConsumerRegisters>();
 
   [[maybe_unused]] const auto x_decay = [&](int buffer, int m) {
     const int tile = buffer * Tile::kItemTiles + warpgroup * kRowTiles + m;
     return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kXDecay + tile * Tile::kDecayBytes)};
   };
-  const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
-    if (index >= items.count) return;
-    const ItemsOfRows::Item item = items.at(a, index);
-    const int buffer = count % kXBuffers;
-    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
-    prefetch_sums<Tile::kSums>(a, a.sums, item);
-    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kDecayBytes));
-    for (int m = 0; m < kRowTiles; ++m) {
-      const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
-      const int row = item.row + tile_of(m) * kTileRows;
-      if constexpr (kHasDecay) {
-        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-        ptx::bulk_load(x_decay(buffer, m).address, decay_tile(a, state, a.seen_end(row)), Tile::kDecayBytes, barrier);
-      }
-      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
-    }
-  };
   if (threadIdx.x % 128 == 0) {
-    for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+    for (int i = 0; i < kXBuffers; ++i) block.load_x(blockIdx.x + i * gridDim.x, i);
   }
 
   const int w4 = warp % 4, t = lane % 4, g = lane / 4;
@@ -255,11 +314,11 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
     const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
-    const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
+    const uint32_t x = block.x_tile(buffer);
     const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
     float acc[kRowTiles][kHeadDim / 2], sums[kRowTiles][2] = {};  // sums: this lane's part of the denominators
     const bool has_state = a.has_state(item.chunk);
-    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / kXBuffers % 2);
+    ptx::mbarrier_wait(block.x_barrier(buffer), count / kXBuffers % 2);
 
     RingPosition before;  // the stage before, whose products may still be under way
     bool releases = false;
@@ -635,7 +694,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
-      load_x(blockIdx.x + (count + kXBuffers) * gridDim.x, count + kXBuffers);
+      block.load_x(blockIdx.x + (count + kXBuffers) * gridDim.x, count + kXBuffers);
     }
   }
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
