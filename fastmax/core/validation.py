@@ -318,12 +318,12 @@ def check_log_decay(log_decay: Any, q: Tensor, k: Tensor, causal: bool) -> None:
     """Checks that log_decay is None or a floating-point tensor of k's shape without head_dim, and that the call is causal."""
     if log_decay is None:
         return
-    _check_number_per_key("log_decay", log_decay, q, k)
+    check_number_per_key("log_decay", log_decay, q, k)
     if not causal:
         raise ValueError("log_decay needs causal=True: weights decay with the tokens after each key, got causal = False")
 
 
-def _check_number_per_key(name: str, x: Any, q: Tensor, k: Tensor) -> None:
+def check_number_per_key(name: str, x: Any, q: Tensor, k: Tensor) -> None:
     """Checks that x is a floating-point tensor of k's shape without head_dim, on q's device."""
     accepted = tuple(k.shape[:-1])
     _check_tensor(name, x, f"a tensor of shape {accepted} or None")

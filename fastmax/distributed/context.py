@@ -9,6 +9,7 @@ extended: it replaces `torch.nn.functional.scaled_dot_product_attention` by name
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from fastmax.core import validation
+from fastmax.core.call import ACCOMPANYING
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -40,6 +42,11 @@ from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
 _CONTEXT_PARALLEL = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
+# Tensors of a call that ranks do not send each other.
+_NOT_SENT = {
+    attention: [name for name in ACCOMPANYING if name not in inspect.signature(attention).parameters]
+    for attention in _CONTEXT_PARALLEL.values()
+}
 
 
 class Context:
@@ -204,6 +211,9 @@ class Context:
                     "use_custom_gradient=False is not supported with context parallelism: autograd cannot record collectives"
                 )
             sharded_dispatch.refuse("context parallelism takes the local tokens as plain tensors", q=q, k=k, v=v)
+            for name in _NOT_SENT[attention]:
+                if options.pop(name, None) is not None:
+                    raise ValueError(f"{name} is not supported with context parallelism: ranks do not send it; pass None")
             if not isinstance(q, Tensor):
                 raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
             validation.check_dense("q", q)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax
 from fastmax.eager.decay import Decay, DecayGradient
-from fastmax.eager.tiles import TileGradients
+from fastmax.eager.tiles import TileGradients, TileInfo
 
 
 class Span(NamedTuple):
@@ -105,20 +105,31 @@ def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
 class KeyFactors(NamedTuple):
     """The factors of a block of keys, each (B, length, 1) or None for 1. They multiply f(s) in the weights of these keys.
 
-    Every pair of a query and a key is computed either in a tile or through the state. In a tile, the weight is multiplied by
-    `weight`, and the decays are in the tile's exponent. A key that is added to the state is multiplied by both factors. The
+    Every pair of a query and a key is computed either in a tile or through the state. In a tile, weights are multiplied by
+    `in_tile`, and the decays are in the tile's exponent. A key that is added to the state is multiplied by `in_state`. The
     gradient of v needs the same factors: in a tile it gets them from the weights, through the state from `times_state_factor`.
     """
 
-    weight: Tensor | None  # of the attention mask: 0 where a key is masked, else 1
+    mask: Tensor | None  # 0 where a key is masked, else 1
     decay: Tensor | None = None  # from the key to the end of its chunk
 
     @property
+    def in_tile(self) -> Tensor | None:
+        """The factor of a key's weights in a tile; 0 only where the key is masked."""
+        return self.mask
+
+    @property
     def in_state(self) -> Tensor | None:
-        """The product of both factors, which multiplies a key that is added to the state."""
-        if self.weight is None or self.decay is None:
-            return self.decay if self.weight is None else self.weight
-        return self.weight * self.decay
+        """The factor of a key that is added to the state."""
+        factor, others = self.mask, self.beside_mask
+        if factor is None or others is None:
+            return others if factor is None else factor
+        return factor * others
+
+    @property
+    def beside_mask(self) -> Tensor | None:
+        """`in_state` without the mask."""
+        return self.decay
 
     def times_state_factor(self, x: Tensor) -> Tensor:
         """Returns x (B, length, channels) times `in_state`."""
@@ -187,6 +198,15 @@ class Operands:
         """Key `i + shift - left` is the first one that query i sees; None: it sees all."""
         return None if self.call.left < 0 else self.call.left
 
+    def tile_info(self, keys: Span, **fields) -> TileInfo:
+        """Returns the `TileInfo` of a tile with these keys; `fields` are those that depend on the queries too."""
+        return TileInfo(self.group, key_weight=self.key_factors(keys).in_tile, returns_pairs=self.returns_pairs, **fields)
+
+    @property
+    def returns_pairs(self) -> bool:
+        """Whether the gradient of a tensor of the call is a sum over pairs: of `TileGradients.pairs` in the tiles."""
+        return self.call.log_decay is not None
+
     def key_factors(self, span: Span) -> KeyFactors:
         """Returns the factors of a block of keys, without decays."""
         mask = self.call.attention_mask
@@ -247,10 +267,20 @@ class Gradients:
             self.add_q(queries, tile.q)
         self.add_k(keys, tile.k)
         self.add_v(keys, tile.v)
-        if tile.pairs is not None:
+        if self.decay is not None:
             self.decay.add_tile(queries.start, keys.start, tile.pairs)
         if tile.rpe is not None:
             self._rpe[rpe_rows] += tile.rpe
+
+    def add_pairs_of_queries(self, queries: Span, x: Tensor) -> None:
+        """Adds the sums over each query's pairs with keys of other chunks, (B, R, 1)."""
+        if self.decay is not None:
+            self.decay.add_queries(queries.start, x, self._ops.group)
+
+    def add_pairs_of_keys(self, keys: Span, x: Tensor) -> None:
+        """Adds the sums over each key's pairs with queries of other chunks, (B, length, 1)."""
+        if self.decay is not None:
+            self.decay.add_keys(keys.start, x)
 
     def per_head(self) -> dict[str, Tensor]:
         """Returns the gradients of the differentiable tensors with a dimension for kv heads, by name, after the last block."""

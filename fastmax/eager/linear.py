@@ -233,7 +233,7 @@ class _Chunks:
         """
         factors = self.ops.key_factors(span)._replace(decay=decay)
         v = self.ops.v_block(span)
-        return pad_head_dim(self.ops.k_block(span)), v if factors.weight is None else v * factors.weight, factors
+        return pad_head_dim(self.ops.k_block(span)), v if factors.mask is None else v * factors.mask, factors
 
     def k_v_before_queries(self, span: Span) -> tuple[Tensor, Tensor, KeyFactors]:
         """Returns k, v and the factors of a span of the keys before all queries."""
@@ -247,20 +247,13 @@ class _Chunks:
         reads_values = self.workspace is not None
         return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group, reads_values)
 
-    def info(self, span: Span, factors: KeyFactors) -> tiles.TileInfo:
-        """Returns the information about the intra-chunk tile, whose keys have these factors."""
-        exponent = None
+    def info(self, span: Span) -> tiles.TileInfo:
+        """Returns the information about the intra-chunk tile."""
+        keys, exponent = self.keys(span), None
         if self.ops.decay is not None:
-            keys = self.keys(span)
             tiles_of = (span.length, span.length, span.count)
             exponent = self.ops.decay.exponent(span.start, keys.start, *tiles_of, workspace=self.workspace)
-        return tiles.TileInfo(
-            self.ops.group,
-            diagonal=0,
-            key_weight=factors.weight,
-            exponent=exponent,
-            returns_pairs=self.ops.call.log_decay is not None,
-        )
+        return self.ops.tile_info(keys, diagonal=0, exponent=exponent)
 
     def advance(
         self,
@@ -295,7 +288,8 @@ def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None)
 
 def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns keys as tokens (x, y, weight) of a state, with their factors; k, v and factors are those of `_Chunks.k_v`."""
-    return _scaled((k, v, factors.weight), factors.decay)
+    factor = factors.beside_mask
+    return k, v if factor is None else v * factor, factors.in_state
 
 
 def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | None, state: State | None = None) -> State:
@@ -321,7 +315,7 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
             return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
 
         sums, state = chunks.advance(state, _state_tokens(k, v, factors), span, use, carry)
-        return tiles.forward(q, k, v, sums, score, chunks.info(span, factors), workspace), state
+        return tiles.forward(q, k, v, sums, score, chunks.info(span), workspace), state
 
     def full(span: Span, state: State):
         return read(state, chunks.q(span)), state
@@ -355,7 +349,7 @@ def backward(
 def backward_of_queries(
     ops: Operands, plan: LinearPlan, g_e: Callable, grads: Gradients, workspace: Workspace, before: State
 ) -> None:
-    """Adds the gradient of q to `grads`, and to `grads.decay` the sums over each query's pairs with keys of other chunks."""
+    """Adds the gradient of q to `grads`, and the sums over each query's pairs with keys of other chunks."""
     _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before, adds_intra_chunk_q=True)
 
 
@@ -368,7 +362,7 @@ def backward_of_keys(
     after: State,
     score_after: Score,
 ) -> None:
-    """Adds the gradients of k and v to `grads`, and to `grads.decay` the sums that `backward_of_queries` does not add."""
+    """Adds the gradients of k and v to `grads`, and the sums over pairs that `backward_of_queries` does not add."""
     _add_k_v(ops, plan, g_e, grads, workspace, after, score_after, adds_intra_chunk_q=False)
 
 
@@ -394,14 +388,14 @@ def _add_inter_chunk_q(
             q, g, e = _scaled((q, *terms), rows)
             dq, _ = _read_gradient(before, q, g, e, score, workspace)
             grads.add_q(span, dq)
-            if grads.decay is not None:
-                grads.decay.add_queries(span.start, _read_pairs(before, q, g, e, dq, score), ops.group)
+            if ops.returns_pairs:
+                grads.add_pairs_of_queries(span, _read_pairs(before, q, g, e, dq, score))
 
         if ops.causal:
             k, v, factors = chunks.k_v(chunks.keys(span), decay)
             _, state = chunks.advance(state, _state_tokens(k, v, factors), span, dq, carry)
             if adds_intra_chunk_q:
-                grads.add_q(span, tiles.backward(q, k, v, *terms, score, chunks.info(span, factors), workspace).q)
+                grads.add_q(span, tiles.backward(q, k, v, *terms, score, chunks.info(span), workspace).q)
         else:
             dq(state)
 
@@ -427,8 +421,8 @@ def _add_k_v(
         _, v, weight = _state_tokens(k, v, factors)
         dk, dv = _read_gradient(state, k, v, weight, score_after, workspace, returns_y=True)
         grads.add_k(span, dk)
-        if grads.decay is not None:
-            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weight(state, k, score_after) * weight)
+        if ops.returns_pairs:
+            grads.add_pairs_of_keys(span, (dv * v).sum(-1, keepdim=True) + _read_weight(state, k, score_after) * weight)
         grads.add_v(span, factors.times_state_factor(dv))
 
     state = chunks.empty_state() if after is None else after
@@ -443,7 +437,7 @@ def _add_k_v(
                 dk_dv(after, *tokens, keys)
 
             _, state = chunks.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
-            tile = tiles.backward(q, k, v, g, e, score, chunks.info(span, factors), workspace)
+            tile = tiles.backward(q, k, v, g, e, score, chunks.info(span), workspace)
             grads.add_tile(span, keys, tile, adds_q=adds_intra_chunk_q)
         else:
             state = _add_tokens(state, q, g, e, workspace)

@@ -57,14 +57,12 @@ class _Tiling:
         exponent = None
         if ops.decay is not None:
             exponent = ops.decay.exponent(rows.start, cols.start, rows.length, cols.length, workspace=self.workspace)
-        return tiles.TileInfo(
-            ops.group,
+        return ops.tile_info(
+            cols,
             diagonal=None if ops.right is None else offset + ops.right,
             lower=None if ops.left is None else offset - ops.left,
-            key_weight=ops.key_factors(cols).weight,
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
             exponent=exponent,
-            returns_pairs=ops.call.log_decay is not None,
             window=self._window(offset, rows, cols),
         )
 

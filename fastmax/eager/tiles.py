@@ -44,7 +44,7 @@ class TileInfo(NamedTuple):
     group: int  # query heads per kv head; their rows lie one after the other
     diagonal: int | None = None  # column j is visible to row i if `j <= i + diagonal`
     lower: int | None = None  # and if `j >= i + lower`
-    key_weight: Tensor | None = None  # (B, cols, 1), `KeyFactors.weight`: 0 where a key is masked
+    key_weight: Tensor | None = None  # (B, cols, 1), `KeyFactors.in_tile`: 0 where a key is masked
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
     exponent: Tensor | None = None  # (B, rows, cols) from `Decay.exponent`; -inf where a key is hidden
     returns_pairs: bool = False  # whether `backward` returns `TileGradients.pairs`

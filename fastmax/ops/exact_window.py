@@ -34,8 +34,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 AttendGlobal = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
 # (grad_o, grad_z or None, q, k, v, o, z, call) -> gradients by name; no elements for tensors that the call does not have
 Differentiate = Callable[..., dict[str, Tensor]]
-# (gradients of q, k and v to add to, then the arguments of Differentiate) -> the gradient of log_decay
-DifferentiateGlobal = Callable[..., Tensor]
+# (gradients of q, k and v to add to, then the arguments of Differentiate) -> the other gradients by name
+DifferentiateGlobal = Callable[..., dict[str, Tensor]]
 
 
 class GlobalKeys(NamedTuple):
@@ -79,7 +79,8 @@ def local_call(call: Call) -> Call:
     """Returns the call for the local keys: softmax with a window."""
     window = call.exact_window
     right = -1 if call.causal else window - 1
-    return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right)
+    of_global_keys = {name: None for name, x in ACCOMPANYING.items() if not x.of_local_keys}
+    return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right, **of_global_keys)
 
 
 def global_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
@@ -203,8 +204,11 @@ def backward(
     differentiate: Differentiate,
     differentiate_global_: DifferentiateGlobal,
 ) -> dict[str, Tensor]:
-    """Returns the gradients by name. That of log_decay has no elements if the call has none."""
-    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local_call(call))
+    """Returns the gradients by name. Those of tensors that the call does not have have no elements."""
+    local = local_call(call)
+    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local)
+    given = [name for name in GLOBAL.differentiable if getattr(call, name) is not None]
+    grads |= {name: torch.zeros_like(getattr(call, name)) for name in given if getattr(local, name) is None}
     for part in global_keys(q, k, call):
         z = part.turned(results.z_behind if part.reversed else results.z_before)
 
@@ -219,10 +223,11 @@ def backward(
             of_part = differentiate(*arguments)
             for name, whole in into.items():
                 whole.add_(part.turned(of_part[name]))
-            continue
-        of_decay = differentiate_global_(tuple(into.values()), *arguments)
+        else:
+            of_part = differentiate_global_(tuple(into.values()), *arguments)
+        for name in given:
+            part.keys_of(grads[name]).add_(part.turned(of_part[name]))
         if call.log_decay is not None:
-            part.keys_of(grads["log_decay"]).add_(of_decay)
             grads["log_decay"].add_(_gradient_of_between(grad_o, grad_lse, results, part, call))
     return grads
 

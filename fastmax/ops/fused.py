@@ -186,7 +186,9 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
 
     def differentiate_global_(into, grad_o, grad_z, q, k, v, o, z, call):
         tensors, options = GLOBAL.flatten(call, arguments[-1])
-        return OPERATORS["global_backward_"](*into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+        grads = OPERATORS["global_backward_"](*into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        return dict(zip(GLOBAL.differentiable, grads, strict=True))
 
     with without_autocast(q):
         grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_global_)

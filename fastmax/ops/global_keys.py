@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from fastmax import eager
 from fastmax.core.call import FASTMAX, GLOBAL
 from fastmax.ops import checks as operator_checks
@@ -72,7 +76,7 @@ refuse_gradient(_GLOBAL_FORWARD, refuse_to_differentiate("global_forward_", _INS
 
 def _global_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
     """Adds the gradients through global keys to grad_q, grad_k and grad_v. o and z are the results over all keys. Returns the
-    gradient of log_decay, which has no elements if the call has no log_decay."""
+    gradients of the call's differentiable tensors, which have no elements for tensors that the call does not have."""
     tensors, options = FASTMAX.flatten(_global_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
@@ -80,11 +84,19 @@ def _global_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *ar
     grads = FASTMAX.gradients(grads)
     for name, whole in (("q", grad_q), ("k", grad_k), ("v", grad_v)):
         whole.add_(grads[name])
-    return grads["log_decay"]
+    return _results([grads[name] for name in GLOBAL.differentiable])
+
+
+_GRADIENTS = ", ".join(f"Tensor grad_{name}" for name in GLOBAL.differentiable)
+
+
+def _results(gradients: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """Returns results as an operator with the schema `_GRADIENTS` returns them."""
+    return gradients[0] if len(gradients) == 1 else tuple(gradients)
 
 
 def _fake_global_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
-    return fake_gradients(GLOBAL, grad_o, grad_z, q, k, v, o, z, *arguments)[GLOBAL.gradient_names.index("log_decay")]
+    return _results(fake_gradients(GLOBAL, grad_o, grad_z, q, k, v, o, z, *arguments)[3:])
 
 
 def _global_backward_flops(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments, out_val=None) -> int:
@@ -93,7 +105,7 @@ def _global_backward_flops(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z
 
 _GLOBAL_BACKWARD = register(
     f"global_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
-    f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {GLOBAL.schema}) -> (Tensor grad_log_decay)",
+    f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {GLOBAL.schema}) -> ({_GRADIENTS})",
     _global_backward_,
     _fake_global_backward_,
     kernel_of="q k v",

@@ -112,7 +112,7 @@ def state_of_queries(
     Returns:
         Gradients of kv_state and k_sum, and intermediate states for `prefill_backward_of_keys_`, saved as by `state_of_keys`.
     """
-    tensors, options = _UNMASKED.flatten(call, allow_tf32_of(q))
+    tensors, options = _UNMASKED.flatten(call._replace(attention_mask=None), allow_tf32_of(q))
     return _STATE_OF_QUERIES(g, e, q, k, v, *tensors, *options, keep)
 
 

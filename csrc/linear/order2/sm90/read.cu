@@ -13,8 +13,8 @@
 // decays it is summed with the rest, and the inter-chunk part of each row of x is multiplied by its decay, in registers.
 //
 // Roles: a producer thread fills the ring of stages, two consumer warpgroups compute. Where a state is added to the snapshots (kAdds), the
-// other warps of the producer's warpgroup are adders: a stage goes from the producer to them, and from them to the consumers. The steps of
-// the consumers are in the kernel: as functions they would get other registers.
+// other warps of the producer's warpgroup are adders: a stage goes from the producer to them, and from them to the consumers. The
+// consumers' steps are in the kernel: with several of them as functions the compiler allocates their registers otherwise.
 
 #include <algorithm>
 #include <type_traits>
