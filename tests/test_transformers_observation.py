@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -549,6 +549,28 @@ def test_tensors_without_values_are_not_observed():
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert model(fake.from_tensor(ids), use_cache=False).logits.shape == (2, 9, 40)
     assert hooks(model) and nothing_at_work()
+
+
+def test_real_inputs_in_fake_tensor_mode_are_not_observed():
+    """The model and its inputs are real tensors, so that only the mode tells that results have no values."""
+    model, ids = llama(), tokens(2, 9)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(model(ids, use_cache=False).logits, FakeTensor)
+    assert hooks(model) and nothing_at_work()
+
+
+def test_fake_tensors_of_a_part_do_not_abort_the_observation():
+    """PyTorch dispatches "prim.device" for fake tensors, and ends the process if the observer raises an error there."""
+
+    class PlansItsShape(Mixer):
+        def mix(self, q, k, v):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                shape = (q + k).shape
+            return v.reshape(shape)
+
+    model = with_mixer(PlansItsShape())
+    model(tokens(2, 9))
+    assert not hooks(model) and nothing_at_work()
 
 
 # ---- under torch.compile
