@@ -66,7 +66,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @by_option
-def test_swap_keeps_weights_and_near_keys(option):
+def test_swap_keeps_weights_and_local_keys(option):
     model = make(**OPTIONS[option])
     teacher, before = copy.deepcopy(model), dict(model.named_parameters())
     assert convert.swap(model, exact_window=WINDOW) == []
@@ -115,7 +115,7 @@ def test_swap_keeps_mode_dtype_device_hooks_and_gradients_that_are_off():
     assert called == [1]
 
 
-def test_new_gates_hardly_forget_at_first():
+def test_new_gates_hardly_decay_at_first():
     model = make(**PARTS | {"num_kv_heads": 2})
     new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=800.0)
     assert new == [f"blocks.{i}.decay_proj.{part}" for i in range(3) for part in ("weight", "bias")]
@@ -417,7 +417,7 @@ def test_finetune(swapped, kind):
 def test_decay_gates_are_not_decayed_to_zero():
     model = make(decay=True, conv=0, output_gate=False)
     before = snapshot(model)
-    batch = tokens(2, 1), tokens(2, 1)  # one token: nothing fades, so gates have no gradient
+    batch = tokens(2, 1), tokens(2, 1)  # one token: nothing decays, so gates have no gradient
     convert.finetune(model, [batch], steps=1, learning_rate=0.01, weight_decay=0.5)
     same = {name for name, x in model.state_dict().items() if torch.equal(x, before[name])}
     assert {name for name in before if "decay_proj" in name} <= same

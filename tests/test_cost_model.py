@@ -42,10 +42,10 @@ int main() {
   AttentionParams p{};
   p.hk = 1;
   const float decay = -1.f;
-  int math, causal, fades, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded, &group,
+  int math, causal, decays, expanded, group;
+  while (std::scanf("%d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &decays, &expanded, &group,
                     &p.b) == 9) {
-    p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = fades ? &decay : nullptr;
+    p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = decays ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
     int n = 1;
     while (p.n = p.m = n, !linear_is_faster(p)) ++n;
@@ -57,15 +57,18 @@ BF16, FP16 = 0, 1
 
 
 class Call(NamedTuple):
-    """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value
-    head, of which each of `batch` has one."""
+    """The arguments of a call in the order in which the probe reads them.
+
+    decays: 1 with decays. expanded: 1 with a stride that tensor maps do not support. group: query heads per key/value head;
+    each of `batch` has one key/value head.
+    """
 
     sm_arch: int
     head_dim: int
     order: int = 2
     math: int = BF16
     causal: int = 1
-    fades: int = 0
+    decays: int = 0
     expanded: int = 0
     group: int = 1
     batch: int = 2048
@@ -117,8 +120,8 @@ def test_what_the_hopper_kernels_leave_is_chosen_as_everywhere(crossing, call):
 def test_rates_are_of_the_kernels_that_run(crossing):
     portable, hopper = crossing(Call(80, 128)), crossing(Call(90, 128))
     assert hopper > 1.1 * portable, "the quadratic kernels gained more"
-    assert all(crossing(Call(90, d, fades=1)) == crossing(Call(90, d)) for d in (32, 64, 96)), "p = 2"
-    assert crossing(Call(90, 128, fades=1)) < 0.95 * crossing(Call(90, 128)), "no backward in one kernel"
+    assert all(crossing(Call(90, d, decays=1)) == crossing(Call(90, d)) for d in (32, 64, 96)), "p = 2"
+    assert crossing(Call(90, 128, decays=1)) < 0.95 * crossing(Call(90, 128)), "no backward in one kernel"
     assert crossing(Call(90, 32, order=1)) > 1.4 * crossing(Call(80, 32, order=1)), "linear kernels of order 1 are portable"
     assert crossing(Call(90, 64, order=1)) < 1.3 * crossing(Call(80, 64, order=1)), "they are not"
     assert crossing(Call(90, 96)) > 1.5 * crossing(Call(80, 96)), "linear kernels are portable"

@@ -262,7 +262,7 @@ def test_minus_infinity_starts_anew(attention, custom, device):
 
 @by_algorithm
 def test_equal_scores_leave_the_decays(algorithm, device):
-    """q = 0: the weights are a0 times the decays, a plain forgetting mean."""
+    """q = 0: the weights are a0 times the decays, a plain decayed mean."""
     inputs, grads = make(Case("", n=CHUNK + 30, h=2, hk=1, d=4), "ordinary", torch.float64, device)
     inputs["q"] = torch.zeros_like(inputs["q"])
     actual = assert_equals_definition(
@@ -547,7 +547,7 @@ def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
     assert exp(torch.tensor([torch.nan], dtype=dtype), in_place).isnan()
 
 
-# ---- what has faded
+# ---- keys that have decayed to nothing
 
 
 @pytest.mark.parametrize("custom", [True, False], ids=["analytic", "autograd"])
@@ -555,7 +555,7 @@ def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
 @pytest.mark.parametrize(
     "dtype, least, gone", [(torch.float32, -69.0, (-70.0, -79.0, -85.0)), (torch.float64, -690.0, (-691.0, -700.0, -705.0))]
 )
-def test_a_query_that_sees_faded_keys_alone(dtype, least, gone, algorithm, custom):
+def test_a_query_that_sees_decayed_keys_alone(dtype, least, gone, algorithm, custom):
     """Its own key is padding. While the sum of the weights is at least 2^-100 the output is the definition's, which does not
     depend on a common factor; below, nothing is seen. Large gradients stay finite on the way."""
     q, k, v = (0.1 * torch.randn(1, 2, 2, 8, dtype=dtype) for _ in range(3))

@@ -184,7 +184,7 @@ def test_sizes(algorithm, mode, precision):  # noqa: F811
 @by_order
 @pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (64, 512), (128, 1024), (96, 512), (256, 2048)])
 def test_chunks_of_the_linear_algorithm(d, chunk, p, mode, precision):  # noqa: F811
-    """States are read, faded and handed on at chunks, which are this long in some mode."""
+    """States are read, decayed and handed on at chunk borders; each length is that of a chunk in some mode."""
     for n, m in (
         (chunk - 1, chunk - 1),
         (chunk + 1, chunk + 1),
@@ -258,8 +258,8 @@ def test_float32_keeps_its_digits(decay, algorithm, monkeypatch):
 
 @by_mode
 @by_algorithm
-def test_what_has_faded_is_nothing(algorithm, mode):
-    """Keys 10 to 99 are padding and fade by 50 each: queries among them see keys of no weight, which softmax weighs anyway."""
+def test_keys_that_have_decayed_to_nothing(algorithm, mode):
+    """Keys 10 to 99 are padding and decay by 50 each. Queries there see only weights of 0, which softmax still normalises."""
     mask = torch.ones(2, 200, dtype=torch.bool, device=DEVICE)
     mask[:, 10:100] = False
     log_decay = torch.where(mask, -0.01, -50.0)[:, None].expand(2, 2, 200)

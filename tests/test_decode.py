@@ -253,7 +253,7 @@ def assert_same_states(actual, expected):
 
 
 def decays(case, device, dtype=torch.float64, seed=0):
-    """(b, hk, n), with tokens that forget all before them."""
+    """(b, hk, n), with resets (-inf) at a tenth of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     x = -torch.rand(case.b, case.hk, case.n, generator=generator, dtype=dtype)
     return x.masked_fill(torch.rand(x.shape, generator=generator) < 0.1, -torch.inf).to(device)

@@ -203,7 +203,7 @@ def test_in_place_with_mask_and_decay(device):
     assert [x.data_ptr() for x in state.tensors().values()] == addresses
 
 
-def test_step_in_place_refuses_to_record_kept_keys(device):
+def test_step_in_place_refuses_to_record_local_keys(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, 4, device)
     state = replace(state, local_keys=state.local_keys.requires_grad_())
@@ -212,7 +212,7 @@ def test_step_in_place_refuses_to_record_kept_keys(device):
 
 
 def test_to_dtype(device):
-    """Kept keys have the dtype of the tokens, decays that of the sums."""
+    """Local keys have the dtype of the tokens, decays that of the sums."""
     inputs, _ = make_inputs(CASE, torch.float32, device)
     _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, 4, device, torch.float32))
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -321,7 +321,7 @@ def test_compiled_prefill(device, fresh_dynamo):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("window", [1, 64, 128, 3000])
 def test_on_the_kernels(window, dtype, p):
-    """Decays of -inf among the kept keys too, where what left the window before them is not to be seen."""
+    """Resets (-inf) among the local keys hide the tokens that left the window before them."""
     case = Case("", n=1500, b=2, h=4, hk=2, d=64, dv=64)
     check_within_contract(case, (700, 1, 1, 300, 497, 1), window, dtype, p)
 

@@ -235,7 +235,7 @@ def test_compiled_code_calls_it_from_outside(ranks):
         assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
 
 
-def test_near_keys_are_attended_to_while_states_are_on_their_way(ranks):
+def test_local_keys_are_attended_to_while_states_are_on_their_way(ranks):
     options = {"causal": True, "algorithm": "linear", "exact_window": 3}
     case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
     for events in ranks.run(order_of_events, case, world=2):

@@ -100,7 +100,7 @@ def test_decays_in_float64(algorithm, custom, decay, device):
 @by_causal
 @by_gradient
 @by_algorithm
-def test_queries_without_near_or_far_or_any_keys(algorithm, custom, causal, device):
+def test_queries_without_local_or_global_or_any_keys(algorithm, custom, causal, device):
     inputs, grads = make(Case("", n=40, b=3, h=2, hk=1, d=4), torch.float64, device)
     mask = torch.ones(3, 40, dtype=torch.bool, device=device)
     mask[0] = False
@@ -212,7 +212,7 @@ def test_scores_of_hundreds_beyond_the_window_are_the_polynomial(algorithm, caus
 
 @by_gradient
 @by_algorithm
-def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, device):
+def test_first_queries_of_a_global_part_that_see_none_of_it(algorithm, custom, device):
     """Their local scores of -300 add up to 0 in float32, in whose units their global keys, all hidden, have no sum."""
     inputs, grads = make(Case("", n=40, h=2, hk=1, d=2), device=device)
     inputs["q"] = torch.tensor([1.0, 0.01], device=device).expand_as(inputs["q"]).contiguous()
@@ -229,7 +229,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
         assert torch.equal(y.isfinite(), seen) and (y[seen] - x[seen]).norm().item() <= 1e-4 * size, name
 
 
-# ---- keys that fade between a query and its global keys
+# ---- decays between a query and its global keys
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -50.0, -200.0])
@@ -250,7 +250,7 @@ def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
 @pytest.mark.parametrize("at", [20, 21])
 @by_gradient
 @by_algorithm
-def test_forgetting_at_the_border_of_the_window(algorithm, custom, at, device):
+def test_resets_at_the_border_of_the_window(algorithm, custom, at, device):
     """Later queries are as far from that token as there are distances: none, some or all of their global keys are forgotten."""
     inputs, grads = make(Case("", n=40, h=4, hk=2, d=3), torch.float64, device)
     decay = -0.1 * torch.rand(1, 2, 40, dtype=torch.float64)
@@ -319,16 +319,16 @@ def test_any_strides(causal, layout, device):
 
 
 @by_causal
-def test_what_is_kept_for_the_backward(causal, device):
-    """q, k, v, the output, and a few numbers for each query: nothing of the size of another output."""
+def test_tensors_saved_for_the_backward(causal, device):
+    """The backward needs q, k, v, the output and a few numbers per query, so no second tensor of the output's size is saved."""
     inputs, grads = make(LONG, device=device)
-    kept = []
+    saved = []
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         o, lse = with_lse(**leaves, causal=causal, exact_window=20, algorithm="linear")
-    shapes = [tuple(x.shape) for x in kept if x.dim() == 4]
+    shapes = [tuple(x.shape) for x in saved if x.dim() == 4]
     assert sorted(shapes) == sorted(tuple(x.shape) for x in (*inputs.values(), o))
-    assert sum(x.numel() for x in kept if x.dim() != 4) <= 3 * lse.numel()
+    assert sum(x.numel() for x in saved if x.dim() != 4) <= 3 * lse.numel()
     torch.autograd.backward((o, lse), grads)
 
 

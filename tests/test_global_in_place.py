@@ -31,12 +31,12 @@ def operands(device, dtype=torch.float32, b=2, h=4, hk=2, n=70, m=90, d=24, dv=1
 def tokens_of(tensors, mask=False, decay=False, first=False):
     """Returns the tensors that accompany the tokens."""
     (b, _, n, _), (hk, m), device = tensors[0].shape, tensors[1].shape[1:3], tensors[0].device
-    kept = (torch.arange(m, device=device) % 5 != 1).expand(b, m).contiguous() if mask else None
+    real = (torch.arange(m, device=device) % 5 != 1).expand(b, m).contiguous() if mask else None
     if mask:
-        kept[0, : m - n // 2] = False  # the first queries see none
+        real[0, : m - n // 2] = False  # the first queries see none
     log_decay = -0.1 * torch.rand(b, hk, m, device=device, dtype=compute_dtype(tensors[0].dtype)) if decay else None
     begins = torch.arange(n, device=device).sub_(n // 3).clamp_(min=0).int().expand(b, hk, n).contiguous() if first else None
-    return kept, log_decay, begins
+    return real, log_decay, begins
 
 
 def by_parts(tensors, near, of_output, grads, tokens, p, algorithm):

@@ -757,10 +757,10 @@ def a_state(d, dv, hk, p, dtype):
 
 @pytest.mark.parametrize("d, dv", [(64, 64), (16, 16), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130)], ids=lambda x: str(x))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=lambda x: str(x)[6:])
-@pytest.mark.parametrize("fades", [False, True], ids=["", "decay"])
+@pytest.mark.parametrize("with_decay", [False, True], ids=["", "decay"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 @by_order
-def test_decode_step(p, masked, fades, dtype, d, dv):
+def test_decode_step(p, masked, with_decay, dtype, d, dv):
     """Against the PyTorch implementation in float64, with and without groups; the given state stays as it was."""
     if p == 1 and d == 1:
         pytest.skip("1 + s is not positive for one channel")
@@ -769,7 +769,7 @@ def test_decode_step(p, masked, fades, dtype, d, dv):
         before = kv_state.clone(), k_sum.clone()
         q, k, v = (layout(torch.randn(3, heads, 1, x, device=DEVICE).to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
         mask = torch.tensor([[True], [False], [True]], device=DEVICE) if masked else None
-        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=kv_state.dtype, device=DEVICE) if fades else None
+        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=kv_state.dtype, device=DEVICE) if with_decay else None
         log_decay = None if log_decay is None else log_decay[:, None, None].expand(3, hk, 1)
         score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         verify.poison_free_memory(DEVICE)

@@ -221,18 +221,18 @@ def test_states_that_are_carried(plan):
     assert len(many.phases) > 40 and len(long.phases) > 1 and long.segments > 1
 
 
-def test_states_that_are_kept(plan):
-    """Of all chunks, wherever accumulators of all states fit; the plan's own slots are of one snapshot a state."""
+def test_saved_states(plan):
+    """States of all chunks are saved where the accumulators of all states fit; the plan itself has one snapshot per state."""
     calls = [Call(1, h, h, n, n, d) for h in (1, 32, 60) for n in (1, 256, 257, 65_536) for d in (32, 64, 128, 256)]
     calls += [call._replace(h=4 * call.h, reversed=1) for call in calls]
-    kept, not_kept = (plan([call._replace(carries=carries) for call in calls]) for carries in (4, 1))
-    for call, p, other in zip(calls, kept, not_kept, strict=True):
+    saved, not_saved = (plan([call._replace(carries=carries) for call in calls]) for carries in (4, 1))
+    for call, p, other in zip(calls, saved, not_saved, strict=True):
         check_cover(call._replace(carries=4), p)
         check_memory(call, p)
         assert (p.chunk, p.chunks) == (other.chunk, other.chunks)
         assert all(phase[9] == p.chunks for phase in p.phases)
         assert p.snapshots == p.snapshot * max(phase[1] * phase[3] for phase in p.phases)
-    (many,) = [p for call, p in zip(calls, kept, strict=True) if call == Call(1, 60, 60, 65_536, 65_536, 128)]
+    (many,) = [p for call, p in zip(calls, saved, strict=True) if call == Call(1, 60, 60, 65_536, 65_536, 128)]
     assert len(many.phases) == 3
 
 

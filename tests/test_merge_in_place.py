@@ -90,7 +90,7 @@ def test_limits(device):
     assert one_row(device, -inf, 1.0) == (5.0, 0.0, 1.0), "no local keys"
     assert one_row(device, 300.0, 1.0) == (2.0, 300.0, inf), "local keys outweigh all"
     assert one_row(device, -300.0, 1.0) == (5.0, 0.0, 1.0), "global keys outweigh all"
-    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "global keys have faded to nothing"
+    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "global keys have decayed to nothing"
     assert one_row(device, -inf, 1.0, -5000.0) == (5.0, -5000.0, 1.0), "which is all that there is"
     both = ((2.0 + 3.0 * 5.0) / 4.0, -5000.0 + math.log(4.0), 4.0)
     assert one_row(device, -5000.0, 3.0, -5000.0) == pytest.approx(both, rel=1e-6)

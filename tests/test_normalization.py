@@ -86,9 +86,9 @@ def test_custom_keeps_only_the_result(kind):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         o = normalize(x, kind, 1.0, True)
-    assert [kept.data_ptr() for kept in saved if kept.shape == o.shape] == [o.data_ptr()]
+    assert [x.data_ptr() for x in saved if x.shape == o.shape] == [o.data_ptr()]
     of_query = 9 * o[..., :1, 0].numel() if kind == "token" else 0  # beside the keys
-    assert sum(kept.numel() for kept in saved) <= o.numel() + 2 * o[..., 0].numel() + of_query
+    assert sum(x.numel() for x in saved) <= o.numel() + 2 * o[..., 0].numel() + of_query
 
 
 @by_kind

@@ -108,7 +108,7 @@ def test_opcheck_backward(call, device):
     check_operator(torch.ops.fastmax.backward.default, arguments, traced=call in TRACED)
 
 
-def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
+def decays_with_resets(m, device, dtype=torch.float32, share=0.1):
     """(2, 3, m) of a token-major tensor, -inf at a share of the tokens."""
     x = -torch.rand(2, m, 3, device=device).mT
     return torch.where(torch.rand_like(x) < share, -torch.inf, x).to(dtype)
@@ -116,7 +116,7 @@ def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
 def test_opcheck_finite_decay(dtype, device):
-    log_decay = decays_that_forget(50, device, dtype).requires_grad_()
+    log_decay = decays_with_resets(50, device, dtype).requires_grad_()
     for options in ((False, False), (True, True)):
         torch.library.opcheck(torch.ops.fastmax.finite_decay.default, (log_decay, *options))
 
@@ -126,7 +126,7 @@ def test_opcheck_finite_decay(dtype, device):
 def test_finite_decay(m, share, device):
     """2048 is a tile of the kernel."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        log_decay = decays_that_forget(m, device, dtype, share)
+        log_decay = decays_with_resets(m, device, dtype, share)
         for continues in (False, True):
             finite, k_start = torch.ops.fastmax.finite_decay(log_decay, continues, False)
             resets = (log_decay == -torch.inf).cpu().numpy()
@@ -140,8 +140,8 @@ def test_finite_decay_refuses_by_name(device):
         torch.ops.fastmax.finite_decay(torch.zeros(4, 5, device=device), False, False)
 
 
-def test_the_gradient_of_a_decay_that_forgets_is_zero(device):
-    log_decay = decays_that_forget(300, device).requires_grad_()
+def test_the_gradient_of_a_reset_is_zero(device):
+    log_decay = decays_with_resets(300, device).requires_grad_()
     q, k, v = (torch.randn(2, 3, 300, 8, device=device) for _ in range(3))
     fastmax_attention(q, k, v, causal=True, log_decay=log_decay).square().sum().backward()
     resets = log_decay == -torch.inf

@@ -407,21 +407,21 @@ def test_packed_sequences(sequences, n, causal, d, softmax, taken):
 # of them skips more tiles than the ring has stages.
 @by_head_dim
 @by_attention
-@pytest.mark.parametrize("fades", [False, True], ids=["", "decay"])
+@pytest.mark.parametrize("decay", [False, True], ids=["", "decay"])
 @pytest.mark.parametrize("lengths", [(64, 1000), (1088, 64, 200), (1, 63, 64, 900, 60)], ids=str)
-def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
-    for causal in (True,) if fades else (True, False):
-        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=fades, sequences=len(lengths))
+def test_warpgroups_that_see_other_tiles(lengths, decay, d, softmax, taken):
+    for causal in (True,) if decay else (True, False):
+        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=decay, sequences=len(lengths))
         tensors = verify.random_tensors(case, DEVICE)
         ends = list(itertools.accumulate(lengths, initial=0))
         tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         errors = verify.measure(tensors, case.options, verify.ROUNDING[case.mode], softmax)
         assert all(row.passed for row in errors), errors
-    kind = "decay" if fades else "bounded"
+    kind = "decay" if decay else "bounded"
     assert f"{'flash_forward: flash' if softmax else 'forward: quadratic'}_{kind}_sm90" in taken()
 
 
-# ---- keys that fade
+# ---- decays
 
 
 @by_head_dim
@@ -429,7 +429,7 @@ def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
 @pytest.mark.parametrize(
     "row", [dict(n=64, b=1, h=1), dict(n=500, m=577), dict(n=1000, b=1), dict(n=130, m=1300, mask=True)], ids=row_id
 )
-def test_keys_that_fade(row, d, softmax, taken):
+def test_decays(row, d, softmax, taken):
     for sequences in (0, 3) if row.get("b") == 1 else (0,):
         case = case_of(softmax, d=d, **{"h": 4, "hk": 2 if row.get("h") != 1 else 1} | row)._replace(
             decay=True, sequences=sequences

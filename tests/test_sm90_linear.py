@@ -293,7 +293,7 @@ def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F81
 
 @pytest.mark.parametrize("kind", ["strong", "millionth", "none"])
 @pytest.mark.parametrize("where", [0, 1, 255, 256, 257, 383, 384, 511, 512, 699])
-def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
+def test_resets(where, kind, taken):  # noqa: F811
     """Decays of -inf, through the public function, which makes bounds of them."""
     case = case_of(700, h=2, hk=1)._replace(decay=True)
     tensors = verify.random_tensors(case, DEVICE, where)
@@ -305,7 +305,7 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
-def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
+def test_segments_and_phases_with_decays(d, taken):  # noqa: F811
     """One head is cut into segments; many long ones run in pieces that hand on sums; nine at head dim 64 in pieces of four
     segments: against the portable kernels, in fp32."""
     for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000), (1, 9, 9, 100_000)):
@@ -348,7 +348,7 @@ def test_a_sequence_of_no_numbers(d, alone, taken):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
-def test_graphs_that_fade(taken):  # noqa: F811
+def test_graphs_with_decays(taken):  # noqa: F811
     """Decays and bounds are read when a graph is replayed."""
     lengths = [300, 1, 256, 143]
     orders = lengths, lengths[::-1], [700]
@@ -534,7 +534,7 @@ def test_carried_states(case, taken):  # noqa: F811
 
 @pytest.mark.parametrize("decay", ["ordinary", "strong", "-inf at places", "-inf at the first token", "-inf everywhere"])
 @pytest.mark.parametrize("n, d", [(1, 32), (700, 32), (1, 64), (65, 64), (256, 64), (700, 64), (300, 128), (1500, 128)])
-def test_carried_states_that_fade(n, d, decay, taken):  # noqa: F811
+def test_carried_states_with_decays(n, d, decay, taken):  # noqa: F811
     given = prefill.arguments(prefill.Case(n, d, decay=decay, mask=d <= 64 and decay != "strong"), "bf16")
     prefill.check(given, "bf16")
     if decay != "strong":  # sums of pairs of the little that is left cancel, as in tests/test_prefill_kernels.py
@@ -545,7 +545,7 @@ def test_carried_states_that_fade(n, d, decay, taken):  # noqa: F811
 @pytest.mark.parametrize("n, d", [(1, 32), (700, 32), (1, 64), (700, 64), (1300, 128)])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
 def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
-    """Its first weight: of rows that do not fade it is counted apart, and exact."""
+    """The first element of k_sum is the number of tokens. Without decays it is counted apart and must be exact."""
     case = prefill.Case(n, d, h=4, hk=2, mask=mask)
     given = prefill.arguments(case, "bf16")
     *_, k_sum = torch.ops.fastmax.prefill(*given)
@@ -581,8 +581,8 @@ def test_states_alone(d, decay, taken):  # noqa: F811
 
 @pytest.mark.parametrize("first", [False, True], ids=["", "sequences"])
 @pytest.mark.parametrize("n, d", [(1, 32), (1300, 32), (1, 64), (300, 64), (1300, 64), (2500, 128)])
-def test_kept_states(n, d, first, taken):  # noqa: F811
-    """Added while they are read up to head dim 64, where no sequence begins, and else in memory (test_kept_states.py)."""
+def test_saved_states(n, d, first, taken):  # noqa: F811
+    """Up to head dim 64 without packed sequences, the given state is added to saved ones as they are read, else in memory."""
     given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, mask=True), "bf16"))
     q, k, v, mask, *_, kv_state, k_sum = given[:8]
     if first:

@@ -17,14 +17,14 @@ CASES = {
     "GQA": {"n": 300, "h": 6, "hk": 2},
     "many states": {"n": 300, "b": 3, "h": 40, "hk": 40},
     "decay": {"n": 700, "decay": True},
-    "decay, forgetting": {"n": 700, "decay": True, "resets": 0.01},
+    "decay, resets": {"n": 700, "decay": True, "resets": 0.01},
     "sequences": {"n": 700, "resets": 0.01},
     "mask": {"n": 300, "mask": True},
     "head dims 5 and 7": {"n": 300, "d": 5, "dv": 7},
     "head dim 128": {"n": 300, "h": 1, "hk": 1, "d": 128, "dv": 128},
 }
 DTYPES = {"cpu": (torch.float64,), "cuda": (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-# Of sums over tokens, made in two orders; kernels round what fades to the end of a chunk, and chunks differ.
+# For sums over tokens that are made in two orders; kernels round what decays to the end of a chunk, and chunks differ.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
@@ -144,8 +144,8 @@ def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
     assert options(goes_on)[:4] == ["scale", "a0", "a1", "a2"]
 
 
-def test_what_is_kept_is_of_the_call_s_score(monkeypatch):
-    """`ops` hands on the score of the call where states are made, as where they are read."""
+def test_every_operator_gets_the_score_of_the_call(monkeypatch):
+    """`ops` passes the score of the call to the operators that make states and to those that read them."""
     q, k, v, call = given("cpu", torch.float32, 2, 3)
     seen = {}
 

@@ -1,4 +1,4 @@
-"""Keys that fade in Hugging Face models: the option `log_decay`, and gates added by `add_decay`."""
+"""Decays in Hugging Face models: the option `log_decay`, and gates added by `add_decay`."""
 
 import copy
 from unittest import mock
@@ -135,7 +135,7 @@ def test_generate_equals_no_cache(family, kind, options, beams):
 
 
 @KINDS
-def test_padding_between_turns_makes_nothing_fade(kind):
+def test_padding_between_turns_decays_nothing(kind):
     """Rows of one turn that are shorter than others are padded in the midst of the sequence."""
     model, ids = kind(llama), tokens(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -291,7 +291,7 @@ def test_on_a_gpu(kind, dtype):
     assert error < (1e-3 if dtype == torch.float32 else 0.1)
 
 
-# ---- what cannot fade
+# ---- models without decays
 
 
 def encoder(kind="bert"):

@@ -1,5 +1,6 @@
-"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_saved_` and
-`prefill_backward_of_keys_` make of them, against float64 on poisoned memory. Sizes as in tests/test_prefill_kernels.py."""
+"""States that `state_of_keys` and `state_of_queries` save on the CUDA kernels. Results of `prefill_saved_` and
+`prefill_backward_of_keys_`, which read them, are compared with float64 on poisoned memory. Sizes as in
+tests/test_prefill_kernels.py."""
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
         assert relative(x, y.double()) <= 4 * rounding(mode) and relative(x, z) <= 4 * rounding(mode)
 
 
-def test_what_was_kept_of_other_tokens_is_refused():
+def test_states_saved_of_other_tokens_are_refused():
     given = arguments(Case(700), "bf16")
     _, saved = saved_of_keys(arguments(Case(100), "bf16"))
     with pytest.raises(
@@ -192,7 +193,7 @@ def test_what_was_kept_of_other_tokens_is_refused():
         OPERATORS.prefill_saved_(*given[:8], saved, *given[8:])
 
 
-def test_more_than_four_and_a_half_gib_is_not_kept():
+def test_more_than_four_and_a_half_gib_is_not_saved():
     """32 heads of 128 channels and 65536 tokens take 4.8 GB in bf16."""
     for heads, is_saved in ((32, True), (36, False)):
         k = torch.zeros(1, heads, 65_536, 128, dtype=torch.bfloat16, device=DEVICE)
