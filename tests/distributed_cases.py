@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.messages import Received
 from fastmax import ops
+from fastmax.core.call import Call
 from fastmax.distributed import (
     Layout,
     context_parallel_attention,
@@ -176,12 +177,34 @@ def order_of_events(group, case: dict) -> list[str]:
 
     states.Exchange.__init__ = noting("begins", originals[0])
     states.Exchange.wait = noting("waits", originals[1])
-    ops.attention = noting("near", originals[2])
+    ops.attention = noting("local", originals[2])
     try:
         on_rank(group, case)
     finally:
         states.Exchange.__init__, states.Exchange.wait, ops.attention = originals
     return events
+
+
+def masks_of_kernels(group, case: dict) -> list[bool]:
+    """Returns for each call of an attention operator in the forward whether it has a mask."""
+    masks, names = [], ("attention", "state_of_keys", "prefill_saved_")
+    originals = {name: getattr(ops, name) for name in names}
+
+    def noting(function):
+        def noted(*arguments, **options):
+            masks.extend(x.attention_mask is not None for x in arguments if isinstance(x, Call))
+            return function(*arguments, **options)
+
+        return noted
+
+    for name, function in originals.items():
+        setattr(ops, name, noting(function))
+    try:
+        on_rank(group, case)
+    finally:
+        for name, function in originals.items():
+            setattr(ops, name, function)
+    return masks
 
 
 def measured(group, name: str, sizes: dict) -> list[dict]:
