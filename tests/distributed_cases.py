@@ -52,7 +52,7 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
 
 
 def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
-    """Output, lse and all gradients, of these tokens."""
+    """Returns the output, lse and all gradients of these tokens."""
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
     q, k, v = (leaves[name] for name in "qkv")
     accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "attention_mask", "drop_noise")}
@@ -69,7 +69,7 @@ def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **opt
 
 
 def tokens_of(tensors: dict, layout: Layout, rank: int) -> dict:
-    """The tokens of a rank."""
+    """Returns the tokens of a rank."""
 
     def take(name: str, x: torch.Tensor) -> torch.Tensor:
         dim = 1 if name == "attention_mask" else 2
@@ -139,7 +139,7 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes operations that make a tensor of all tokens of a rank from others, of nothing, or of a gradient's view of them."""
+    """Records operations that make a tensor of all tokens of a rank: copies, new tensors, and gradients of views."""
 
     def __init__(self, tokens: int):
         super().__init__()
@@ -208,7 +208,7 @@ def masks_of_kernels(group, case: dict) -> list[bool]:
 
 
 def measured(group, name: str, sizes: dict) -> list[dict]:
-    """Rows of `benchmarks.distributed`, in all ranks."""
+    """Returns the rows of `benchmarks.distributed`, on all ranks."""
     from benchmarks import distributed
     from benchmarks.timing import Protocol
 

@@ -1,4 +1,4 @@
-"""csrc/core/cost_model.h: from how many tokens on algorithm="auto" is the linear one, by architectures."""
+"""csrc/core/cost_model.h: the number of tokens from which algorithm="auto" is the linear one, by architecture."""
 
 import subprocess
 from typing import NamedTuple
@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="module")
 def crossing():
-    """The first n for which the linear algorithm is taken, of a call."""
+    """Returns the smallest n for which a call takes the linear algorithm."""
     probe = compile_probe(PROBE)
 
     def run(call):
