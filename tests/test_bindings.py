@@ -377,8 +377,7 @@ def test_a_tensor_on_another_gpu_is_named(operator, name):
 @on_cuda
 @pytest.mark.parametrize("name", [name for name in WRONG if OPERATORS[name].covers is not None])
 def test_kernels_refuse_what_they_do_not_cover(name):
-    """Calls of `torch.ops.fastmax` never reach the kernels with float64; direct calls of the kernels raise an error that names
-    it."""
+    """The kernels do not cover float64, and a direct call of them raises an error that says so."""
     operator, given = OPERATORS[name], arguments(name, "cuda")
     assert operator.covers(*given.values())
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given.values()]

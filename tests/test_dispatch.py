@@ -1,4 +1,5 @@
-"""csrc/core: who computes a call, compiled for the host from the headers and the tables of algorithms."""
+"""csrc/core on the host: which algorithm computes a call. The probe is compiled from the headers and the tables of
+algorithms."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Attention over parts of a sequence, against one process."""
+"""Attention over the parts of a sequence on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def check(ranks: Ranks, case: dict, tolerance: float = 1e-10) -> None:
 
 
 def cuts(random: random.Random, n: int, world: int) -> Layout:
-    """Any parts: contiguous, zigzag, or pieces dealt out, some of them, or all of a rank's, empty."""
+    """Returns a layout of any kind: contiguous, zigzag, or pieces dealt out at random. Some pieces, or all of a rank's, are
+    empty."""
     kind = random.choice(["contiguous", "zigzag", "dealt"])
     if kind == "zigzag":
         return zigzag_layout(n, world)
@@ -75,7 +76,7 @@ def cuts(random: random.Random, n: int, world: int) -> Layout:
 
 
 def drawn(seed: int) -> dict:
-    """A case with any options."""
+    """Returns a random case with any options."""
     draw = random.Random(seed)
     n, world = draw.choice([7, 40, 300]), draw.randint(2, WORLD)
     b, (h, hk) = draw.choice([1, 2]), draw.choice([(2, 2), (4, 2), (3, 1)])
