@@ -52,11 +52,9 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 
 def in_turn(name: str) -> Callable:
-    """Decorates a test, above its parametrisations: on a CPU the values of `name` take turns over the product of the others.
-
-    With three parameters or more every pair of values still occurs. On CUDA, where other values run other kernels, the whole
-    product is kept.
-    """
+    """Decorates a test, above its parametrisations. On a CPU the values of `name` take turns over the product of the other
+    parameters. With three parameters or more every pair of values still occurs. On CUDA, where other values run other kernels,
+    the whole product is tested."""
 
     def decorate(test: Callable) -> Callable:
         if torch.cuda.is_available():
@@ -78,7 +76,7 @@ def in_turn(name: str) -> Callable:
 
 
 def _member(mark: pytest.Mark, i: int) -> tuple[tuple, str]:
-    """The values and the id of one member of a parametrisation."""
+    """Returns the values and the id of one member of a parametrisation."""
     given, ids = list(mark.args[1])[i], mark.kwargs.get("ids")
     if isinstance(given, type(pytest.param(None))):
         return given.values, given.id or "-".join(map(str, given.values))
@@ -93,7 +91,7 @@ torch_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def relative(actual: Tensor, exact: Tensor) -> float:
-    """Error in the Frobenius norm, relative to the exact tensor's."""
+    """Returns the error in the Frobenius norm, relative to that of the exact tensor."""
     return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
@@ -101,7 +99,7 @@ CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 
 def load_build() -> ModuleType:
-    """csrc/build.py, which is no part of a package."""
+    """Returns csrc/build.py as a module, although it belongs to no package."""
     spec = importlib.util.spec_from_file_location("csrc_build", CSRC / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -165,7 +163,7 @@ def assert_within_contract(name: str, actual: Tensor, plain: Tensor, exact: Tens
 
 
 def run(attention, inputs: dict[str, Tensor], grad_o: Tensor | tuple[Tensor, ...], **options) -> dict[str, Tensor]:
-    """Output ("o", and "lse" where there are two) and the gradient of every tensor in `inputs`."""
+    """Returns the output ("o", and "lse" if there are two outputs) and the gradient of every tensor in `inputs`."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = attention(**leaves, **options)
     grads = torch.autograd.grad(outputs, list(leaves.values()), grad_o)
@@ -175,7 +173,7 @@ def run(attention, inputs: dict[str, Tensor], grad_o: Tensor | tuple[Tensor, ...
 
 
 def exactly(x):
-    """Floating-point tensors in float64, anything else as it is."""
+    """Returns floating-point tensors in float64 and anything else unchanged."""
     if isinstance(x, tuple):
         return tuple(map(exactly, x))
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -203,7 +201,7 @@ class Expected:
                     self.scale[name] = terms[name]
 
     def check(self, *, custom: bool, algorithm: str = "auto") -> dict[str, Tensor]:
-        """Run `fastmax_attention` and hold output and gradients to the contract; returns them."""
+        """Checks one call against the contract. Pass `Expected` if several calls share a reference."""
         return self.hold(partial(fastmax_attention, use_custom_gradient=custom, algorithm=algorithm))
 
     def hold(self, attention) -> dict[str, Tensor]:
@@ -215,7 +213,7 @@ class Expected:
 
 
 def check(inputs: dict[str, Tensor], grad_o: Tensor, *, custom: bool, algorithm: str = "auto", **options) -> dict[str, Tensor]:
-    """One call held to the contract; `Expected` where several calls share a reference."""
+    """Checks one call against the contract. Pass `Expected` if several calls share a reference."""
     return Expected(inputs, grad_o, **options).check(custom=custom, algorithm=algorithm)
 
 
@@ -280,13 +278,14 @@ def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | 
 
 
 def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:
-    """One graph, forward and backward, gives what the call itself gives."""
+    """Checks that the compiled call is one graph, and that its outputs and gradients are those of the call itself."""
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     compare(run(compiled, inputs, grads, **options), run(attention, inputs, grads, **options))
 
 
 def check_one_graph_for_all_lengths(attention, make, lengths: tuple[int, ...] = (12, 37, 300)) -> None:
-    """`make(n)` gives inputs, gradients and options of a call of n tokens."""
+    """Checks that calls of several lengths share one graph. `make(n)` returns inputs, gradients and options of a call of n
+    tokens."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
@@ -325,8 +324,8 @@ def check_export(block: torch.nn.Module, device: torch.device) -> None:
 
 
 def capture(call: Callable, warm_up: Callable | None = None) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A CUDA graph of `call`, after two calls on a side stream (of `warm_up`, where `call` changes what it is given), and what
-    a replay writes."""
+    """Captures a CUDA graph of `call` and returns it with what a replay writes. Two calls on a side stream come first, of
+    `warm_up` if `call` changes its arguments."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -340,7 +339,7 @@ def capture(call: Callable, warm_up: Callable | None = None) -> tuple[torch.cuda
 
 
 def assert_replayed(graph: torch.cuda.CUDAGraph, captured: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """A replay, onto results that are NaN before it, gives the bits of `expected`."""
+    """Checks that a replay writes the bits of `expected` over results that are NaN before it."""
     with torch.no_grad():
         for x in captured:
             x.fill_(math.nan)
@@ -458,7 +457,7 @@ by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def bounded(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Tensor:
-    """Random rows of length <= 0.9: |q.k| < 1, so that 1 + s is positive too and a relative error means something."""
+    """Returns random rows of length <= 0.9. Then |q.k| < 1, so 1 + s is positive and a relative error is meaningful."""
     x = torch.randn(shape, dtype=torch.float64)
     x = 0.9 * x * torch.rand(*shape[:-1], 1, dtype=torch.float64) / x.norm(dim=-1, keepdim=True)
     return x.to(device, dtype)
@@ -499,7 +498,7 @@ def make_inputs(
 
 
 def make_decay(kind: str, *shape: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
-    """log_decay (b, hk, m) of the `kind` called so in DECAYS."""
+    """Returns log_decay (b, hk, m) of a `kind` in DECAYS."""
     log_decay = DECAYS[kind](torch.rand(shape, dtype=torch.float64))
     if kind == "-inf at the first token":
         log_decay[..., 0] = -math.inf
@@ -536,7 +535,7 @@ by_decay = pytest.mark.parametrize("decay", DECAYS)
 
 
 def make_options(name: str, case: Case, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> dict:
-    """Keyword arguments for the option called `name` in OPTIONS."""
+    """Returns the keyword arguments of the option `name` in OPTIONS."""
     b, h, n, m, dv = case.b, case.h, case.n, case.m, case.dv
     options = dict(OPTIONS[name])
     if options.pop("padding", False):

@@ -51,7 +51,7 @@ def pytest_report_header():
 
 
 def pytest_pycollect_makeitem(collector, name, obj):
-    """Tests that need a GPU are not made without one: more than half of all, they would take longer to collect."""
+    """Leaves out tests that need a GPU where there is none. They are more than half of all tests and slow to collect."""
     if torch.cuda.is_available() or not name.startswith("test"):
         return None
     of_module = getattr(collector.obj, "pytestmark", [])
@@ -107,7 +107,7 @@ def several_threads():
 
 @pytest.fixture
 def kernels_alone(monkeypatch):
-    """Calls that reach the PyTorch implementation of attention fail."""
+    """Makes calls fail that reach the PyTorch implementation of attention."""
     from fastmax import eager
 
     def refuse(*_, **__):

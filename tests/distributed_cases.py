@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.messages import Received
 from fastmax import ops
+from fastmax.core.call import Call
 from fastmax.distributed import (
     Layout,
     context_parallel_attention,
@@ -51,7 +52,7 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
 
 
 def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
-    """Output, lse and all gradients, of these tokens."""
+    """Returns the output, lse and all gradients of these tokens."""
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
     q, k, v = (leaves[name] for name in "qkv")
     accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "attention_mask", "drop_noise")}
@@ -68,7 +69,7 @@ def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **opt
 
 
 def tokens_of(tensors: dict, layout: Layout, rank: int) -> dict:
-    """The tokens of a rank."""
+    """Returns the tokens of a rank."""
 
     def take(name: str, x: torch.Tensor) -> torch.Tensor:
         dim = 1 if name == "attention_mask" else 2
@@ -138,7 +139,7 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes operations that make a tensor of all tokens of a rank from others, of nothing, or of a gradient's view of them."""
+    """Records operations that make a tensor of all tokens of a rank: copies, new tensors, and gradients of views."""
 
     def __init__(self, tokens: int):
         super().__init__()
@@ -176,7 +177,7 @@ def order_of_events(group, case: dict) -> list[str]:
 
     states.Exchange.__init__ = noting("begins", originals[0])
     states.Exchange.wait = noting("waits", originals[1])
-    ops.attention = noting("near", originals[2])
+    ops.attention = noting("local", originals[2])
     try:
         on_rank(group, case)
     finally:
@@ -184,8 +185,30 @@ def order_of_events(group, case: dict) -> list[str]:
     return events
 
 
+def masks_of_kernels(group, case: dict) -> list[bool]:
+    """Returns for each call of an attention operator in the forward whether it has a mask."""
+    masks, names = [], ("attention", "state_of_keys", "prefill_saved_")
+    originals = {name: getattr(ops, name) for name in names}
+
+    def noting(function):
+        def noted(*arguments, **options):
+            masks.extend(x.attention_mask is not None for x in arguments if isinstance(x, Call))
+            return function(*arguments, **options)
+
+        return noted
+
+    for name, function in originals.items():
+        setattr(ops, name, noting(function))
+    try:
+        on_rank(group, case)
+    finally:
+        for name, function in originals.items():
+            setattr(ops, name, function)
+    return masks
+
+
 def measured(group, name: str, sizes: dict) -> list[dict]:
-    """Rows of `benchmarks.distributed`, in all ranks."""
+    """Returns the rows of `benchmarks.distributed`, on all ranks."""
     from benchmarks import distributed
     from benchmarks.timing import Protocol
 

@@ -116,7 +116,7 @@ def with_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> t
 
 
 def run_packed(which: str, device: str) -> Iterator[str]:
-    """Calls with invalid `cu_seqlens`, forward and backward; then valid ones, against float64."""
+    """Calls the public functions with invalid `cu_seqlens`, forward and backward; then checks valid calls against float64."""
     n = VALID[-1]
     for name, call in CALLS[which]().items():
         for d, dtype in KERNELS:
@@ -136,7 +136,7 @@ def run_packed(which: str, device: str) -> Iterator[str]:
 
 
 def run_operators(device: str) -> Iterator[str]:
-    """The operators with invalid first and end keys, in every kernel that reads them."""
+    """Calls the operators with invalid first and end keys, in every kernel that reads them."""
     operators, n = torch.ops.fastmax, 1000
     score = (0.1, 1.0, 0.9, 0.6)
     for d, dtype in KERNELS:
@@ -163,7 +163,7 @@ def run_operators(device: str) -> Iterator[str]:
 
 
 def run_prefill(device: str) -> Iterator[str]:
-    """Sequences that continue from a state each."""
+    """Calls `prefill` with sequences that each continue from a state."""
     n = VALID[-1]
     q, k, v = (x.detach() for x in inputs(n, 64, torch.bfloat16, device))
     for kind, cu in cu_seqlens(n).items():

@@ -59,7 +59,7 @@ def _started(sent: list[Tensor], into: list[Tensor], async_op: bool, begin: Call
 
 
 class Late:
-    """A message under way, with the `wait` of a `dist.Work`. `begin(sent, into)` starts it between tensors of the host."""
+    """A message in transit, with the `wait` of a `dist.Work`. `begin(sent, into)` starts it between host tensors."""
 
     def __init__(self, sent: list[Tensor], into: list[Tensor], begin: Callable[[list[Tensor], list[Tensor]], list[dist.Work]]):
         self._sent, self._into, self._begin = sent, into, begin
@@ -81,7 +81,7 @@ class Late:
         return sent, into, self._begin(sent, into)
 
     def started(self) -> None:
-        """Returns when what is sent has been read."""
+        """Returns when the sent tensor has been read."""
         self._travel.result()
 
     def wait(self, timeout: timedelta | None = None) -> bool:

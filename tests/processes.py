@@ -16,7 +16,8 @@ _started: dict[str, Ranks] = {}  # by their backend
 
 
 def run(function: Callable, world: int, *arguments: object, backend: str = "gloo") -> list:
-    """`function(group, *arguments)` on the first `world` ranks; what each returns, or the first error. By nccl they are two."""
+    """Runs `function(group, *arguments)` on the first `world` ranks. Returns the results or raises the first error. With nccl
+    there are two ranks."""
     if not _started:
         atexit.register(stop)
     if backend not in _started:

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of groups: started once for a file of tests, and asked for one thing after the other."""
+"""Processes that are the ranks of groups. They are started once per test file and then run one function after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankError(Exception):
 
 
 class Ranks:
-    """`world` processes, with a group of the first 1, 2, ... of them each; with GPUs each has one, or shares it."""
+    """`world` processes with a group of the first 1, 2, ... of them each. With GPUs, each process has one or shares it."""
 
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world
@@ -50,18 +50,19 @@ class Ranks:
             process.start()
 
     def start(self, function: Callable, *arguments, world: int | None = None, ranks=None) -> None:
-        """`function(group, *arguments)` on the first `world` ranks, or some of them."""
+        """Starts `function(group, *arguments)` on the first `world` ranks, or on some of them."""
         world = self.world if world is None else world
         self._asked = range(world) if ranks is None else ranks
         for rank in self._asked:
             self.pipes[rank].send_bytes(_dump((function, world, arguments)))
 
     def results(self, ranks=None) -> list:
-        """Results of the ranks that were asked; a RankError stands for the result of a rank that raised."""
+        """Returns the results of the ranks that were started; a RankError takes the place of the result of a rank that
+        raised."""
         return [load(self.pipes[rank].recv_bytes()) for rank in (self._asked if ranks is None else ranks)]
 
     def run(self, function: Callable, *arguments, world: int | None = None) -> list:
-        """The results; the first error is raised."""
+        """Returns the results or raises the first error."""
         self.start(function, *arguments, world=world)
         results = self.results()
         for result in results:

@@ -54,7 +54,7 @@ def test_sizes(case, causal, p, algorithm, custom, device):
 
 
 def positive(*shape, **options):
-    """Rows of positive numbers: scores in (0, 1), where polynomials with real roots can be positive."""
+    """Returns rows of positive numbers. Their scores are in (0, 1), where polynomials with real roots can be positive."""
     return bounded(*shape, **options).abs()
 
 
@@ -73,7 +73,7 @@ REAL_ROOTS = {
 @by_causal
 @pytest.mark.parametrize("coefficients", REAL_ROOTS)
 def test_polynomials_with_real_roots(coefficients, causal, algorithm, custom, device):
-    """They are not a square and a positive rest, the form that the default takes."""
+    """Such a polynomial is not a square plus a positive rest, the form that the default takes."""
     inputs, grad_o = make_inputs(MIDDLE, device=device, q_and_k=positive)
     check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, **REAL_ROOTS[coefficients])
 
@@ -100,8 +100,8 @@ def test_options(option, causal, algorithm, custom, device):
 @by_gradient
 @pytest.mark.parametrize("rpe", [False, True], ids=["no rpe", "rpe"])
 def test_half_precision_is_rounded_once(rpe, custom, device):
-    """Sums over blocks and over the query heads of a kv head are formed in fp32: what is left is one rounding of each element
-    of the output and of the gradients, 1.7e-3 in all."""
+    """Sums over blocks and over the query heads of a kv head are formed in fp32. Only one rounding of each element of the
+    output and of the gradients remains, 1.7e-3 in all."""
     case = Case("many blocks", n=1024 if rpe else 2048, h=8, hk=1, d=4)
     inputs, grad_o = make_inputs(case, torch.bfloat16, device)
     if rpe:
@@ -138,7 +138,7 @@ def test_strides(layout, causal, algorithm, custom, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("columns, first", [(18, 0), (9, 0), (32, 1), (32, 2)], ids=lambda size: str(size))
 def test_rows_that_no_vector_load_fits(columns, first, dtype, algorithm, custom, device):
-    """Rows of 8 cut from wider ones: strides and addresses that are a multiple of 16 bytes or are not."""
+    """Rows of 8 are cut from wider ones, so their strides and addresses may not be multiples of 16 bytes."""
     inputs, grad_o = make_inputs(SQUARE, dtype, device)
     options = {"causal": True, "algorithm": algorithm, "use_custom_gradient": custom}
     expected = run(fastmax_attention, inputs, grad_o, **options)
@@ -166,7 +166,7 @@ def test_scores_of_any_size(algorithm, custom, device):
 @by_gradient
 @pytest.mark.parametrize("size", [1e-30, 1e3], ids=["tiny", "large"])
 def test_extreme_scores(size, algorithm, custom, device):
-    """Far from any overflow of the accumulator nothing becomes NaN; at 0 the output is the mean of v."""
+    """Scores far below overflow of the accumulator give no NaN. If all scores are 0, the output is the mean of v."""
 
     def scaled(*shape, dtype, device):
         return size * torch.randn(shape, dtype=torch.float64).to(device, dtype)
@@ -178,7 +178,7 @@ def test_extreme_scores(size, algorithm, custom, device):
 @by_algorithm
 @by_gradient
 def test_scores_beyond_the_range_of_half_precision(algorithm, custom, device):
-    """Scores of 1e3 have f = 5e5, past the largest float16: the accumulator is fp32."""
+    """Scores of 1e3 have f = 5e5, past the largest float16, so the accumulator must be fp32."""
 
     def scaled(*shape, dtype, device):
         return 20.0 * torch.randn(shape, dtype=torch.float64).to(device, dtype)
@@ -220,7 +220,7 @@ def test_three_dimensions_with_padding_and_noise(custom, device):
 @by_dtype
 @pytest.mark.parametrize("layout", ["contiguous", "packed qkv", "token-major"])
 def test_output_layout(layout, dtype, algorithm, custom, device):
-    """The output lies in memory as q does: heads before tokens, or tokens before heads; and it is dense."""
+    """The output is dense and has the memory layout of q: heads before tokens, or tokens before heads."""
     inputs, grad_o = make_inputs(SQUARE, dtype, device, layout)
     out = run(fastmax_attention, inputs, grad_o, use_custom_gradient=custom, algorithm=algorithm)
     o = out["o"]
@@ -317,7 +317,7 @@ def test_inputs_are_never_written(layout, algorithm, custom, device):
 @by_causal
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch_equals_its_sequences(side, causal, algorithm, custom, device):
-    """Each sequence of a padded batch gets what it gets alone, whatever the padding holds."""
+    """Each sequence of a padded batch has the output that it has alone, whatever the padding holds."""
     inputs, _ = make_inputs(SQUARE, device=device)
     mask = torch.zeros(2, SQUARE.n, dtype=torch.bool, device=device)
     for row, length in zip(mask, (40, 23), strict=True):
@@ -354,7 +354,7 @@ def test_large_values_of_masked_keys_do_not_overflow(custom):
 @by_causal
 @by_order
 def test_fully_masked_rows(p, causal, algorithm, custom, device):
-    """Zero output and zero gradient, no NaN, and no trace in the other rows."""
+    """Fully masked rows have output and gradient zero, not NaN, and do not change the other rows."""
     inputs, grad_o = make_inputs(SQUARE, device=device)
     mask = torch.ones(2, SQUARE.n, dtype=torch.bool, device=device)
     mask[0] = False  # a sequence without keys
@@ -376,7 +376,7 @@ def test_fully_masked_rows(p, causal, algorithm, custom, device):
 @by_algorithm
 @pytest.mark.parametrize("layout", ["sliced", "every other column", "transposed", "expanded"])
 def test_masks_of_any_strides(layout, algorithm, custom, device):
-    """Sliced from a wider mask, as generation does, or one row for the whole batch."""
+    """The mask is a slice of a wider mask, as in generation, or one row expanded over the batch."""
     inputs, grad_o = make_inputs(SMALL, device=device)
     mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.3
     mask[:, 0] = True
@@ -417,7 +417,7 @@ def test_normalize(normalize, dtype, custom, device):
 @by_gradient
 @pytest.mark.parametrize("normalize", [True, "sequence", "token"])
 def test_normalize_keeps_zero_input_zero(normalize, custom, device):
-    """Zero q and k: every score is 0, the output is the mean of v, and no gradient is NaN."""
+    """If q and k are zero, every score is 0, the output is the mean of v, and no gradient is NaN."""
     inputs, grad_o = make_inputs(SMALL, device=device)
     inputs["q"], inputs["k"] = torch.zeros_like(inputs["q"]), torch.zeros_like(inputs["k"])
     out = run(fastmax_attention, inputs, grad_o, normalize=normalize, use_custom_gradient=custom)
@@ -531,7 +531,7 @@ def test_rpe_tensor_at_small_sizes(shape, custom, device):
 @pytest.mark.parametrize("d", [1, 4, 7], ids=lambda d: f"d={d}")
 @pytest.mark.parametrize("shape", [(20, 20), (6, 20), (1, 20)], ids=lambda s: f"n={s[0]} m={s[1]}")
 def test_sinusoidal_equals_its_matrix(shape, d, causal, algorithm, custom, device):
-    """The factorised form against the quadratic algorithm with the sinusoids written out as a matrix."""
+    """The factorised form equals the quadratic algorithm with the sinusoids written out as a matrix."""
     n, m = shape
     inputs, grad_o = make_inputs(Case("", n=n, m=m, d=d, dv=5), torch.float64, device)
     options = {"causal": causal, "use_custom_gradient": custom, "temperature": 3.0}

@@ -1,4 +1,4 @@
-"""Arguments of `FastmaxSelfAttention`'s constructor that are set later: they hold, or an error names them."""
+"""Arguments of `FastmaxSelfAttention`'s constructor that are set later take effect, or an error names them."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The benchmark runner on tiny suites: columns of the CSV, and that nothing wrong is timed."""
+"""The benchmark runner on tiny suites: the columns of the CSV, and that a wrong result is not timed."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ QUICK = ("--device", "cpu", "--rounds", "2", "--dropped", "1", "--seconds", "0",
 
 @pytest.fixture
 def measure(monkeypatch, tmp_path):
-    """Runs a suite of these cases; returns the exit status and the rows of the CSV."""
+    """Runs a suite of these cases. Returns the exit status and the rows of the CSV."""
 
     def run_suite(*cases: Case, arguments: tuple[str, ...] = (), **options) -> tuple[int, list[dict[str, str]]]:
         monkeypatch.setitem(SUITES, "tiny", Suite("for tests", {"cpu": cases}, **options))
@@ -43,7 +43,8 @@ def measure(monkeypatch, tmp_path):
 
 
 def spoiled(monkeypatch, change) -> tuple[Case, list[int]]:
-    """A case whose first provider passes fastmax's inputs and output through `change`, and a list that counts its calls."""
+    """Returns a case whose first provider passes fastmax's inputs and output through `change`, and a list that counts its
+    calls."""
     calls = []
     honest = PROVIDERS["fastmax"]
 
@@ -132,7 +133,7 @@ def test_growing_n_stops_at_the_limit(measure, monkeypatch):
 
 
 def test_softmax_attention_written_out(measure):
-    """Also the check of gradients of tensors that are not head-major, in more than one batch."""
+    """This also checks gradients of tensors that are not head-major, with more than one batch entry."""
     case = Case(2, 2, 40, 8, None, None, providers=("sdpa", "plain", "plain_numpy"), token_major=True)
     status, rows = measure(case, replace(case, causal=False, modes=("memory",)))
     assert status == 0 and len(rows) == 9
@@ -167,7 +168,7 @@ def test_options(measure, name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
-    """Each call as if without its option: the check sees it."""
+    """Each call ignores its option, and the check must notice it."""
     case = tiny_option(name)
     ours = PROVIDERS[case.providers[0]]
     plain = PROVIDERS[case.providers[1] if case.title in ("window", "normalize") else "fastmax"]
@@ -329,7 +330,7 @@ def test_training_step(measure, monkeypatch, tiny_gpt):
 
 
 def test_sustained_time_is_that_of_calls_back_to_back():
-    """A loop as long as asked for; a call's time is the wall time of the loop over its calls."""
+    """The loop is as long as requested, and a call's time is the wall time of the loop divided by its number of calls."""
     calls = []
 
     def call() -> None:
@@ -539,7 +540,8 @@ def test_work_of_kernels():
 
 
 def test_counters_of_kernels():
-    """What ncu prints, behind the lines of its own, becomes a line a kernel, weighed by time."""
+    """Output of ncu becomes one line per kernel, with averages weighted by time. ncu also prints lines of its own, which are
+    skipped."""
     metrics = [counters.SECONDS, *counters.SHARES.values()]
     name = "void fastmax::<unnamed>::linear_state_sm90_kernel<(int)64, (bool)0>(fastmax::StateParams)"
     launches = [("0", name, "3,000,000", 20, 30, 40, 50), ("1", "other(int *)", 1e6, 1, 2, 3, 4)]

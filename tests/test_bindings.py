@@ -1,7 +1,5 @@
-"""Direct calls of `torch.ops.fastmax`, on the CPU and through the CUDA library.
-
-What would be unsafe or silently wrong is refused by name; what fails inside the library comes as the exception that it is.
-"""
+"""Direct calls of `torch.ops.fastmax`, on the CPU and through the CUDA library. Unsafe or silently wrong calls raise an error
+that names the argument; errors inside the library keep their exception type."""
 
 import os
 import subprocess
@@ -100,7 +98,7 @@ def arguments(operator, device):
 
 
 def with_tokens(operator, device):
-    """The same with a decay and bounds of keys, those that the operator takes."""
+    """Returns the arguments with a decay and bounds of keys, if the operator takes them."""
     given = arguments(operator, device)
     n = given.get("q", given["k"]).shape[2]
     tokens = {
@@ -122,7 +120,7 @@ def halves(x):
 
 
 def swapped(x):
-    """Returns as many numbers in another shape."""
+    """Returns the same number of elements in another shape."""
     return x.transpose(-1, -2).contiguous()
 
 
@@ -354,7 +352,7 @@ PLACES += [("prefill_backward_of_keys_", name) for name in ("pairs", "pairs_of_s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("operator, name", PLACES)
 def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
-    """Also where the PyTorch implementation would compute the call (float64)."""
+    """The error is also raised for float64, which the PyTorch implementation would compute."""
     given = (arguments if name not in TOKENS_OF else with_tokens)(operator, "cuda")
     if name == "rpe_matrix":
         given[name] = torch.zeros(N + M - 1, D)
@@ -379,7 +377,7 @@ def test_a_tensor_on_another_gpu_is_named(operator, name):
 @on_cuda
 @pytest.mark.parametrize("name", [name for name in WRONG if OPERATORS[name].covers is not None])
 def test_kernels_refuse_what_they_do_not_cover(name):
-    """Calls of `torch.ops.fastmax` do not reach them; others of float64 get an error by name."""
+    """The kernels do not cover float64, and a direct call of them raises an error that says so."""
     operator, given = OPERATORS[name], arguments(name, "cuda")
     assert operator.covers(*given.values())
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given.values()]
@@ -397,7 +395,7 @@ def test_kernels_refuse_a_wide_head():
 
 @on_cuda
 def test_too_many_heads():
-    """2^32 of them: expanded, so that nothing is that large before the output."""
+    """q has 2^32 heads by expansion, so that no tensor before the output is that large."""
     given = arguments("flash_forward", "cuda")
     for name in ("q", "k", "v"):
         given[name] = torch.ones(1, 1, 1, D, device="cuda").expand(2**16, 2**16, 1, D)
@@ -408,7 +406,7 @@ def test_too_many_heads():
 
 @on_cuda
 def test_z_of_any_strides():
-    """They are copied, not read as if they were contiguous."""
+    """The denominators are copied and not read as if they were contiguous."""
     given = arguments("backward", "cuda")
     expected = call("backward", given)
     given["z"] = given["z"].transpose(1, 2).contiguous().transpose(1, 2)
@@ -420,7 +418,7 @@ def test_z_of_any_strides():
 
 @contextmanager
 def full_memory():
-    """No allocation beyond what is reserved."""
+    """Prevents allocations beyond the reserved memory."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -465,7 +463,7 @@ def test_flash_attention_and_softmax_out_of_memory():
 
 @on_cuda
 def test_a_copy_of_an_operand_out_of_memory():
-    """Rows that do not start at multiples of 16 bytes are copied before the kernels run."""
+    """Rows that do not start at multiples of 16 bytes are copied before the kernels run, and the copy can fail."""
     q, k, v = (x[..., 1:58] for x in large())
     with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         fastmax.fastmax_attention(q, k, v, causal=True)
@@ -473,7 +471,7 @@ def test_a_copy_of_an_operand_out_of_memory():
 
 @on_cuda
 def test_the_pytorch_implementation_out_of_memory():
-    """float64 is handed on to PyTorch operations, behind the library's interface."""
+    """float64 is passed on to PyTorch operations, which run out of memory behind the library's interface."""
     q, k, v = large(torch.float64)
     with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         fastmax.fastmax_attention(q, k, v, causal=True)

@@ -1,4 +1,4 @@
-"""csrc/build.py and setup.py without a compiler: what they would build, and the one sentence that says why they cannot."""
+"""csrc/build.py and setup.py without a compiler: what they would build, and the message that says why they cannot."""
 
 import os
 import re
@@ -80,7 +80,8 @@ def test_requested_archs_come_from_the_environment(build, monkeypatch):
 
 
 def test_arch_flags(build):
-    """Sources outside of folders of architectures: for all of them and as PTX of the oldest, from one front-end run."""
+    """Sources outside the architecture folders are compiled for all architectures, and as PTX for the oldest, in one front-end
+    run."""
     every = [
         "-gencode=arch=compute_80,code=sm_86",
         "-gencode=arch=compute_80,code=sm_90",
@@ -96,7 +97,7 @@ def test_arch_flags(build):
 
 
 def test_only_what_is_said_to_tells_architectures_apart(build):
-    """Elsewhere a condition on the architecture would be decided for the oldest one."""
+    """In other sources a condition on the architecture would be decided for the oldest one."""
     asks = {
         path.relative_to(build.SOURCE_DIR).as_posix()
         for path in build.SOURCE_DIR.rglob("*.*")
@@ -112,7 +113,7 @@ def test_only_what_is_said_to_tells_architectures_apart(build):
 
 
 def edges(text):
-    """{output: (rule, inputs, extra flags)}"""
+    """Returns {output: (rule, inputs, extra flags)}."""
     found = {}
     for match in re.finditer(r"^build (\S+): (\S+)(.*)\n(?:  extra = (.*)\n)?", text, re.MULTILINE):
         found[match[1]] = match[2], match[3].split(), (match[4] or "").split()
@@ -298,7 +299,7 @@ def test_missing_nvcc(build, no_cuda_home, monkeypatch):
 
 
 def test_cuda_home_that_is_not_there(build, tmp_path, monkeypatch):
-    """A variable that outlived its toolkit is a missing nvcc, not a build that fails half way."""
+    """If the toolkit that CUDA_HOME names was removed, the error is a missing nvcc and not a build that fails half way."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
     hide(build, monkeypatch, "nvcc")
     assert_one_sentence(build.missing(), "CUDA_HOME", "bin/nvcc")
@@ -329,7 +330,7 @@ def test_bad_archs_are_missing_too(build, toolkit, monkeypatch):
 
 
 def test_cuda_home_follows_nvcc_on_the_path(build, no_cuda_home, tmp_path, monkeypatch):
-    """nvcc says where its toolkit is; a wrapper elsewhere does not hide it."""
+    """The toolkit is where nvcc says it is, even if the nvcc on the path is a wrapper elsewhere."""
     home = tmp_path / "opt/cuda-13"
     home.mkdir(parents=True)
     nvcc = script(tmp_path / "bin/nvcc", f"echo '#$ TOP={home}' >&2")
@@ -355,7 +356,7 @@ def test_failed_compilation_is_one_sentence(build, toolkit, tmp_path, monkeypatc
 
 
 def run_setup(tmp_path, **variables):
-    """`setup.py --version` with nothing on PATH."""
+    """Runs `setup.py --version` with an empty PATH."""
     (tmp_path / "empty").mkdir(exist_ok=True)
     dropped = ("CUDA_HOME", "CUDA_PATH", "FASTMAX_BUILD_CUDA", "FASTMAX_CUDA_ARCHS")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}

@@ -28,7 +28,7 @@ def test_uninitialised_memory_is_poisoned():
 
 
 def test_products_depend_on_addresses_with_unaligned(pytestconfig):
-    """Repeated on the same tensors they have the same bits, with and without the option."""
+    """Products of the same tensors have the same bits when repeated, with and without the option."""
     x, copies = torch.randn(5, 8), [torch.ones(8, 3) for _ in range(20)]
     products = [x @ y for y in copies]
     assert all(map(torch.equal, products, [x @ y for y in copies]))
@@ -179,7 +179,7 @@ def test_definitions_at_minus_infinity_are_the_limit(exact_window, softmax):
 
 @pytest.mark.parametrize("score", [300.0, -300.0])
 def test_definition_with_large_scores_in_the_exact_window(score):
-    """exp(300) is infinite in float32, and exp(-300) is 0."""
+    """exp(300) is infinite in float32 and exp(-300) is 0, so the definition must not compute them alone."""
     case = Case("", n=20, h=1, d=1, dv=2)
     inputs, grad_o = make_inputs(case, torch.float32)
     inputs |= {"q": torch.ones_like(inputs["q"]), "k": torch.full_like(inputs["k"], score)}
@@ -191,7 +191,7 @@ def test_definition_with_large_scores_in_the_exact_window(score):
 
 
 def test_parameters_in_turn_keep_all_pairs(monkeypatch):
-    """On a CPU. Where there is a CUDA device, every combination stays."""
+    """On a CPU all pairs of values occur. With a CUDA device every combination does."""
     sizes = {"a": 2, "b": 3, "c": 4}
 
     def decorated():

@@ -139,7 +139,7 @@ def test_manager(layout):
 
 
 def check_threads(group):
-    """Calls of another thread are of one rank; the context of a thread ends with its block."""
+    """Checks that calls of another thread ignore the context, and that the context of a thread ends with its block."""
     mesh, q = mesh_of(group), torch.randn(1, 2, 6, 4, dtype=torch.float64)
     expected = fastmax_attention(q, q, q, normalize="sequence")
     with ThreadPoolExecutor(1) as thread, context_parallel(mesh):
@@ -218,7 +218,7 @@ def check_compiled(group):
 
 @pytest.mark.parametrize("steals", [False, True], ids=["as installed", "stolen references"])
 def test_a_context_keeps_its_references(steals, monkeypatch):
-    """Also where a thread-local object takes a reference that it does not own, as in PyTorch 2.11."""
+    """PyTorch 2.11 has a thread-local object that takes a reference it does not own; the context must survive that."""
     stash = torch._C._stash_obj_in_tls
 
     def stealing(key: str, x: object) -> None:

@@ -23,7 +23,7 @@ by_option = pytest.mark.parametrize("option", OPTIONS)
 
 
 class Model(nn.Module):
-    """Logits of the next token; with targets their cross-entropy."""
+    """Returns logits of the next token, or with targets their cross-entropy."""
 
     def __init__(self, layers: int = 3, dtype: torch.dtype = torch.float64, **options):
         super().__init__()
@@ -66,7 +66,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @by_option
-def test_swap_keeps_weights_and_near_keys(option):
+def test_swap_keeps_weights_and_local_keys(option):
     model = make(**OPTIONS[option])
     teacher, before = copy.deepcopy(model), dict(model.named_parameters())
     assert convert.swap(model, exact_window=WINDOW) == []
@@ -115,7 +115,7 @@ def test_swap_keeps_mode_dtype_device_hooks_and_gradients_that_are_off():
     assert called == [1]
 
 
-def test_new_gates_hardly_forget_at_first():
+def test_new_gates_hardly_decay_at_first():
     model = make(**PARTS | {"num_kv_heads": 2})
     new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=800.0)
     assert new == [f"blocks.{i}.decay_proj.{part}" for i in range(3) for part in ("weight", "bias")]
@@ -247,7 +247,7 @@ def test_transfer_makes_the_error_smaller_and_touches_nothing_else(swapped, of):
 
 
 def test_the_teacher_runs_in_eval_mode():
-    """Its dropout changes no error; afterwards each of its modules is in the mode that it had."""
+    """The teacher's dropout must not change the errors. Afterwards each of its modules is in its earlier mode."""
     model, x = make(**PARTS), tokens()
     teacher = copy.deepcopy(model)
     convert.swap(model, exact_window=WINDOW)
@@ -271,7 +271,7 @@ def test_the_error_is_that_of_outputs_for_the_same_input(swapped):
 
 
 def test_packed_and_padded_batches(swapped):
-    """Errors are those of the documents and of the tokens that take part."""
+    """The errors are those of the separate documents, and padding does not count."""
     model, teacher, _ = swapped
     x = tokens(2, N // 2)
     expected = convert.attention_errors(model, teacher, [x])
@@ -417,7 +417,7 @@ def test_finetune(swapped, kind):
 def test_decay_gates_are_not_decayed_to_zero():
     model = make(decay=True, conv=0, output_gate=False)
     before = snapshot(model)
-    batch = tokens(2, 1), tokens(2, 1)  # one token: nothing fades, so gates have no gradient
+    batch = tokens(2, 1), tokens(2, 1)  # one token: nothing decays, so gates have no gradient
     convert.finetune(model, [batch], steps=1, learning_rate=0.01, weight_decay=0.5)
     same = {name for name, x in model.state_dict().items() if torch.equal(x, before[name])}
     assert {name for name in before if "decay_proj" in name} <= same
@@ -458,7 +458,8 @@ def test_saving(swapped):
 
 
 def test_autocast_sees_the_weights_of_each_step(swapped):
-    """One context around calls and steps: none uses what autocast kept of earlier weights, or without gradients."""
+    """One autocast context surrounds calls and steps. None may use a cast that autocast cached of earlier weights or without
+    gradients."""
     model, teacher, new = swapped
     model, teacher, x = model.float(), teacher.float(), tokens()
     batches = [{"tokens": x[:, :-1], "targets": x[:, 1:]}] * 6
@@ -533,7 +534,7 @@ def test_hugging_face(llama, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_batches_of_a_hugging_face_model(llama):
-    """Padding is padding by keyword and by position, and no layer adds its keys to a cache of the teacher's."""
+    """A mask counts by keyword and by position, and no layer adds its keys to a cache of the teacher."""
     model, teacher, x = llama, copy.deepcopy(llama), tokens()
     convert.swap(model, exact_window=WINDOW)
     mask = (torch.arange(N) >= torch.tensor([[0], [5]])).long()
@@ -547,7 +548,7 @@ def test_batches_of_a_hugging_face_model(llama):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("way", ["positions", "rows", "cu_seq_lens", "positional"])
 def test_packed_batches_of_a_hugging_face_model(llama, way):
-    """The errors of documents end to end are those of the documents, and training takes them."""
+    """Documents packed end to end have the errors that they have separately, and training accepts them."""
     model, teacher, x = llama, copy.deepcopy(llama), tokens(4, N // 2)
     new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0)
     expected = convert.attention_errors(model, teacher, [x])
@@ -607,7 +608,7 @@ def test_a_teacher_that_sees_later_tokens_is_refused(llama, monkeypatch):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_documents_are_those_that_the_teacher_sees(llama, implementation, monkeypatch):
-    """Whatever the positions say: a model may not look for documents in them."""
+    """Positions that look packed do not make documents: a model may not look for documents in them."""
     from transformers.models.llama import modeling_llama
 
     model, teacher = llama, copy.deepcopy(llama)

@@ -1,4 +1,4 @@
-"""csrc/core/cost_model.h: from how many tokens on algorithm="auto" is the linear one, by architectures."""
+"""csrc/core/cost_model.h: the number of tokens from which algorithm="auto" is the linear one, by architecture."""
 
 import subprocess
 from typing import NamedTuple
@@ -42,11 +42,11 @@ int main() {
   AttentionParams p{};
   p.hk = 1;
   const float decay = -1.f;
-  int math, causal, fades, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim_qk, &p.order, &math, &causal, &fades, &expanded,
+  int math, causal, decays, expanded, group;
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim_qk, &p.order, &math, &causal, &decays, &expanded,
                     &group, &p.b, &p.head_dim_v) == 10) {
     if (p.head_dim_v == 0) p.head_dim_v = p.head_dim_qk;
-    p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = fades ? &decay : nullptr;
+    p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = decays ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
     int n = 1;
     while (p.n = p.m = n, !linear_is_faster(p)) ++n;
@@ -58,15 +58,18 @@ BF16, FP16 = 0, 1
 
 
 class Call(NamedTuple):
-    """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value
-    head, of which each of `batch` has one. value_dim: 0 is head_dim."""
+    """The arguments of a call in the order in which the probe reads them.
+
+    decays: 1 with decays. expanded: 1 with a stride that tensor maps do not support. group: query heads per key/value head;
+    each of `batch` has one key/value head. value_dim: 0 stands for head_dim.
+    """
 
     sm_arch: int
     head_dim: int
     order: int = 2
     math: int = BF16
     causal: int = 1
-    fades: int = 0
+    decays: int = 0
     expanded: int = 0
     group: int = 1
     batch: int = 2048
@@ -75,7 +78,7 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="module")
 def crossing():
-    """The first n for which the linear algorithm is taken, of a call."""
+    """Returns the smallest n for which a call takes the linear algorithm."""
     probe = compile_probe(PROBE)
 
     def run(call):
@@ -119,8 +122,8 @@ def test_what_the_hopper_kernels_leave_is_chosen_as_everywhere(crossing, call):
 def test_rates_are_of_the_kernels_that_run(crossing):
     portable, hopper = crossing(Call(80, 128)), crossing(Call(90, 128))
     assert hopper > 1.1 * portable, "the quadratic kernels gained more"
-    assert all(crossing(Call(90, d, fades=1)) == crossing(Call(90, d)) for d in (32, 64, 96)), "p = 2"
-    assert crossing(Call(90, 128, fades=1)) < 0.95 * crossing(Call(90, 128)), "no backward in one kernel"
+    assert all(crossing(Call(90, d, decays=1)) == crossing(Call(90, d)) for d in (32, 64, 96)), "p = 2"
+    assert crossing(Call(90, 128, decays=1)) < 0.95 * crossing(Call(90, 128)), "no backward in one kernel"
     assert crossing(Call(90, 32, order=1)) > 1.4 * crossing(Call(80, 32, order=1)), "linear kernels of order 1 are portable"
     assert crossing(Call(90, 64, order=1)) < 1.3 * crossing(Call(80, 64, order=1)), "they are not"
     assert crossing(Call(90, 96)) > 1.5 * crossing(Call(80, 96)), "linear kernels are portable"

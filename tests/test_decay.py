@@ -64,7 +64,8 @@ by_reentrant = pytest.mark.parametrize("reentrant", [False, True], ids=["non-ree
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
 @pytest.mark.parametrize("kind", ["weak", "ordinary", "strong", "none, ordinary or strong", "-inf at places"])
 def test_exponents_in_buffers_are_those_that_autograd_records(kind, dtype):
-    """On and off the diagonal, side by side; after 500 tokens, whose decays must cost the differences no digits."""
+    """Exponents on and off the diagonal are computed in buffers or recorded. After 500 tokens their decays must not cost the
+    differences any digits."""
     call = with_bounds(Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True), *[torch.zeros(2, 3, 600, 1, dtype=dtype)] * 2,
                        make_decay(kind, 2, 3, 600, dtype=torch.float64))  # fmt: skip
     decay = Decay(call.log_decay, call.k_start, None, shift=0, dtype=dtype)
@@ -104,7 +105,7 @@ def test_a_state_decays_in_place_as_it_does_elsewhere(whole):
 
 
 def make(case, decay="ordinary", dtype=torch.float32, device="cpu", decay_dtype=None):
-    """q, k, v and log_decay; gradients of o and lse. log_decay is at least float32."""
+    """Returns q, k, v and log_decay, which is at least float32, and the gradients of o and lse."""
     inputs, grad_o = make_inputs(case, dtype, device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     inputs["log_decay"] = make_decay(decay, case.b, case.hk, case.m, device=device, dtype=decay_dtype or wide)
@@ -118,7 +119,7 @@ def make(case, decay="ordinary", dtype=torch.float32, device="cpu", decay_dtype=
 @pytest.mark.parametrize("p, custom", [(1, True), (2, True), (2, False)], ids=["p1-custom", "p2-custom", "p2-autograd"])
 @by_algorithm
 def test_every_decay_in_float64(algorithm, p, custom, decay, device):
-    """Two chunks, so that the strong ones cross their boundary too."""
+    """The call has two chunks, so that strong decays cross the boundary between them too."""
     inputs, grads = make(Case("", n=CHUNK + 20, h=2, hk=1, d=4, dv=3), decay, torch.float64, device)
     attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm, p=p)
     actual = assert_equals_definition(attention, partial(definition, causal=True, return_lse=True, p=p), inputs, grads)
@@ -179,7 +180,7 @@ def test_rpe_tensor_in_float64(custom, device):
 
 @by_gradient
 def test_queries_without_keys(custom, device):
-    """A sequence padded throughout, and one whose first keys are: output and gradients 0 there, never NaN."""
+    """One sequence is all padding and one begins with padding. Queries without keys have output and gradients 0, never NaN."""
     inputs, grads = make(SMALL, "-inf at places", torch.float64, device)
     mask = torch.ones(SMALL.b, SMALL.m, dtype=torch.bool, device=device)
     mask[0] = False
@@ -247,7 +248,7 @@ def test_no_decay_is_no_decay(attention, custom, device):
 @by_gradient
 @pytest.mark.parametrize("attention", ["quadratic", "linear", "flash"])
 def test_minus_infinity_starts_anew(attention, custom, device):
-    """Tokens before -inf might as well be gone; their gradients are 0."""
+    """Tokens before -inf have no effect, and their gradients are 0."""
     inputs, grads = make(Case("", n=60, h=2, hk=1, d=8), "ordinary", torch.float64, device)
     inputs["log_decay"][:, :, 23] = -math.inf
     attention = flash_with_lse if attention == "flash" else partial(with_lse, algorithm=attention)
@@ -262,7 +263,7 @@ def test_minus_infinity_starts_anew(attention, custom, device):
 
 @by_algorithm
 def test_equal_scores_leave_the_decays(algorithm, device):
-    """q = 0: the weights are a0 times the decays, a plain forgetting mean."""
+    """With q = 0 the weights are a0 times the decays, so the output is a mean weighted by decays."""
     inputs, grads = make(Case("", n=CHUNK + 30, h=2, hk=1, d=4), "ordinary", torch.float64, device)
     inputs["q"] = torch.zeros_like(inputs["q"])
     actual = assert_equals_definition(
@@ -276,7 +277,7 @@ def test_equal_scores_leave_the_decays(algorithm, device):
 
 
 def last_rows_exactly(inputs, rows, log_weight):
-    """The last `rows` queries of one head in float64, each key's weight from its own decay sum."""
+    """Returns the last `rows` queries of one head in float64, with the weight of each key from its own sum of decays."""
     q, k, v, log_decay = (inputs[name].double() for name in ("q", "k", "v", "log_decay"))
     s = q[:, :, -rows:] @ k.mT
     sums = log_decay.cumsum(-1)
@@ -289,7 +290,7 @@ def last_rows_exactly(inputs, rows, log_weight):
 
 
 def check_long(n, attention, log_weight, device, decay=-1e-6, tolerance=1e-5):
-    """Values rise along the tokens, so that the output tells how much each of them counts."""
+    """Checks a call whose values rise along the tokens, so that the output shows how much each token counts."""
     case = Case("", n=n, h=1, d=4, dv=2)
     inputs, grad_o = make_inputs(case, torch.float32, device)
     inputs["v"] = torch.linspace(0.0, 1.0, n, device=device)[None, None, :, None] + 0.1 * inputs["v"]
@@ -357,7 +358,7 @@ def test_strides(layout, algorithm, custom, device):
 @pytest.mark.parametrize("decay_dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
 def test_any_float_dtype(attention, decay_dtype, custom, device):
-    """Widened before anything is done with it; the gradient comes in its own dtype."""
+    """log_decay of any float dtype is widened before use, and its gradient has its own dtype."""
     inputs, grads = make(SMALL, device=device, decay_dtype=decay_dtype)
     attention = partial(attention, use_custom_gradient=custom)
     actual = run(attention, inputs, grads)
@@ -447,7 +448,7 @@ def test_compile_dynamic_is_one_graph_for_all_lengths(device, fresh_dynamo):
 @by_gradient
 @pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
 def test_autocast_leaves_log_decay(attention, custom, device):
-    """q, k, v in bfloat16, log_decay as it is."""
+    """Autocast casts q, k, v to bfloat16 and leaves log_decay as it is."""
     inputs, (grad_o, grad_lse) = make(SMALL, device=device)
     inputs["log_decay"] *= 1.001  # no number of bfloat16
     grads = grad_o.bfloat16(), grad_lse
@@ -547,7 +548,7 @@ def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
     assert exp(torch.tensor([torch.nan], dtype=dtype), in_place).isnan()
 
 
-# ---- what has faded
+# ---- keys that have decayed to nothing
 
 
 @pytest.mark.parametrize("custom", [True, False], ids=["analytic", "autograd"])
@@ -555,9 +556,9 @@ def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
 @pytest.mark.parametrize(
     "dtype, least, gone", [(torch.float32, -69.0, (-70.0, -79.0, -85.0)), (torch.float64, -690.0, (-691.0, -700.0, -705.0))]
 )
-def test_a_query_that_sees_faded_keys_alone(dtype, least, gone, algorithm, custom):
-    """Its own key is padding. While the sum of the weights is at least 2^-100 the output is the definition's, which does not
-    depend on a common factor; below, nothing is seen. Large gradients stay finite on the way."""
+def test_a_query_that_sees_decayed_keys_alone(dtype, least, gone, algorithm, custom):
+    """The query's own key is padding. While the sum of the weights is at least 2^-100, the output is the definition's, which
+    does not depend on a common factor; below, no key is seen. Large gradients stay finite in between."""
     q, k, v = (0.1 * torch.randn(1, 2, 2, 8, dtype=dtype) for _ in range(3))
     mask = torch.tensor([[True, False]])
 
@@ -583,7 +584,7 @@ def test_a_query_that_sees_faded_keys_alone(dtype, least, gone, algorithm, custo
 
 
 def assert_same_but_for_nan(actual, expected):
-    """NaN in the same places; elsewhere, infinities too, the numbers of float64."""
+    """Checks that NaN is in the same places, and that all other numbers, infinities too, equal those of float64."""
     assert torch.equal(actual.isnan(), expected.isnan())
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
@@ -594,8 +595,8 @@ def assert_same_but_for_nan(actual, expected):
 @pytest.mark.parametrize("window", [0, 9])
 @by_algorithm
 def test_values_above_zero_and_nan(algorithm, window, option, custom):
-    """A row is NaN if it sees a key before a NaN, and no other is, in another packed sequence, say. Values above 0 count as 0,
-    with gradient 0."""
+    """A row is NaN only if it sees a key before a NaN, so other packed sequences are not. Values above 0 count as 0 and have
+    gradient 0."""
     n = CHUNK + 67
     case = Case("", n=n - 90 * (option == "fewer queries"), m=n, b=1, h=4, hk=2, d=4, dv=3)
     inputs, grads = make(case, dtype=torch.float64)
@@ -631,7 +632,8 @@ def test_values_above_zero_and_nan_in_flash_attention(window, custom):
 @by_gradient
 @by_algorithm
 def test_gradients_of_values_above_zero(algorithm, custom):
-    """0 there, exactly; elsewhere, 0 itself among them, those of the call with 0 in their place."""
+    """Values above 0 have a gradient of exactly 0. All other values have the gradient of a call with 0 in the place of
+    those."""
     inputs, grads = make(SIZES["chunks and a ragged one"], dtype=torch.float64)
     given = make_odd_decay(*inputs["log_decay"].shape).nan_to_num(nan=-0.1, posinf=math.inf, neginf=-math.inf)
     attention = partial(with_lse, algorithm=algorithm, use_custom_gradient=custom)
@@ -651,7 +653,7 @@ def test_gradients_of_values_above_zero(algorithm, custom):
 @by_gradient
 @by_algorithm
 def test_long_sums_of_values_above_zero(algorithm, custom):
-    """Jumps of 16 over 8192 tokens; 600 tokens of 0.3, whose exponentials would overflow."""
+    """Jumps of 16 over 8192 tokens and 600 tokens of 0.3 have sums whose exponentials would overflow."""
     for n, log_decay in (
         (8192 if algorithm == "linear" else 2048, 32 * torch.rand(1, 1, 8192) - 16),
         (600, torch.full((1, 1, 600), 0.3)),
@@ -672,8 +674,7 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
 @pytest.mark.parametrize("flush_interval", [1, 8])
 @pytest.mark.parametrize("window, padding", [(0, False), (5, True), (30, False)])
 def test_values_above_zero_and_nan_in_states(padding, window, flush_interval, form):
-    """Outputs are those of one call of the tokens that take part; a NaN at the first token, where the state is empty, has no
-    effect."""
+    """Outputs equal those of one call on the real tokens. A NaN at the first token, where the state is empty, has no effect."""
     n = 70
     inputs, _ = make(Case("", n=n, b=2, h=4, hk=2, d=4, dv=3), dtype=torch.float64)
     inputs["log_decay"] = make_odd_decay(2, 2, n, underflows=True)
@@ -722,7 +723,7 @@ def test_nan_stays_in_its_packed_sequence_of_prefill(window):
 
 @pytest.mark.parametrize("form", [fastmax.decoding.step, fastmax.decoding.prefill])
 def test_a_state_of_nan_is_forgotten(form):
-    """-inf behind a NaN resets it with the keys before it."""
+    """A reset (-inf) after a NaN hides it together with the keys before it."""
     inputs, _ = make(Case("", n=4, h=2, hk=2, d=4, dv=3), dtype=torch.float64)
     inputs["log_decay"] = torch.tensor([-0.1, math.nan, -math.inf, -0.1], dtype=torch.float64).expand(1, 2, 4)
     expected = definition(**inputs, causal=True)

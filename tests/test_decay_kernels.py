@@ -1,8 +1,6 @@
-"""`log_decay` in the CUDA kernels of Fastmax and of softmax: against float64 on poisoned memory, the gradient of decays too.
-
-Kernels tell far tiles of keys, with a factor per query and one per key, from near and partly visible ones, with a factor per
-pair: sizes are below, at and above tiles of 16 to 128 tokens.
-"""
+"""`log_decay` in the CUDA kernels of Fastmax and of softmax, against float64 on poisoned memory, with the gradient of decays.
+Kernels treat distant tiles of keys with a factor per query and one per key, and near or partly visible tiles with a factor per
+pair, so sizes are below, at and above tiles of 16 to 128 tokens."""
 
 from typing import NamedTuple
 
@@ -45,7 +43,8 @@ class Problem(NamedTuple):
 
 
 def decays(kind, hk, m):
-    """(2, hk, m). Behind a million: the first half takes the running sum to -1e6 and more, what follows is weak."""
+    """Returns decays (2, hk, m). In "behind a million" the first half takes the running sum to -1e6 and more, and the rest is
+    weak."""
     if kind == "a millionth":
         return torch.full((2, hk, m), -1e-6, device=DEVICE)
     if kind == "behind a million":
@@ -55,7 +54,7 @@ def decays(kind, hk, m):
 
 
 def of_fastmax(mode, algorithm, n, m=None, *, decay="ordinary", d=64, h=4, hk=2, first=None, **options):
-    """first: bounds of keys; without them the operators take a decay as well."""
+    """Returns the arguments of the operators. `first` are bounds of keys; operators also accept a decay without them."""
     m = m or n
     case = fastmax_kernels.size("", n, m, d=d, h=h, hk=hk, **options)
     arguments, grad_o = fastmax_kernels.operands(case, mode, algorithm)
@@ -72,7 +71,7 @@ def of_softmax(mode, n, m=None, *, left=-1, decay="ordinary", d=64, h=4, hk=2, f
 
 
 def run(problem):
-    """The results of the operators: o, z or lse, and the gradients of q, k, v and log_decay."""
+    """Returns the results of the operators: o, z or lse, and the gradients of q, k, v and log_decay."""
     q, k, v, *rest = problem.arguments.values()
     forward, backward = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in ("forward", "backward"))
     verify.poison_free_memory(DEVICE)
@@ -83,7 +82,7 @@ def run(problem):
 
 
 def definition(problem, dtype):
-    """The same from the whole matrix of weights, in a dtype; decays in float64, exponents in float32 at least."""
+    """Returns the same results from the whole matrix of weights, in a dtype. Decays are float64, exponents at least float32."""
     x = problem.arguments
     q, k, v = (x[name].to(dtype).requires_grad_() for name in "qkv")
     log_decay = x["log_decay"].double().requires_grad_()
@@ -121,8 +120,8 @@ def definition(problem, dtype):
 
 
 def check(problem, mode, least=None, bounds_alone=False):
-    """Twice the error of the plain formula at most, or some roundings (`least`); and the same bits when repeated. With
-    `bounds_alone` decays of 0 are not given."""
+    """Checks that the error is at most twice that of the plain formula, or some roundings (`least`), and that a repetition has
+    the same bits. With `bounds_alone`, decays of 0 are not passed."""
 
     def results():
         found = run(problem.replace(log_decay=None) if bounds_alone else problem)
@@ -184,7 +183,7 @@ def test_sizes(algorithm, mode, precision):  # noqa: F811
 @by_order
 @pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (64, 512), (128, 1024), (96, 512), (256, 2048)])
 def test_chunks_of_the_linear_algorithm(d, chunk, p, mode, precision):  # noqa: F811
-    """States are read, faded and handed on at chunks, which are this long in some mode."""
+    """States are read, decayed and handed on at chunk borders; each length is that of a chunk in some mode."""
     for n, m in (
         (chunk - 1, chunk - 1),
         (chunk + 1, chunk + 1),
@@ -198,7 +197,7 @@ def test_chunks_of_the_linear_algorithm(d, chunk, p, mode, precision):  # noqa: 
 
 @by_mode
 def test_many_chunks_and_segments_of_the_linear_algorithm(mode, precision):  # noqa: F811
-    """One head, whose walk is cut into segments; sequences that begin anywhere."""
+    """One head is cut into segments, and sequences begin at any token."""
     first = torch.arange(6000, device=DEVICE)
     first = torch.where(torch.rand(6000, device=DEVICE) < 0.001, first, 0).cummax(0)[0].to(torch.int32).expand(2, 1, -1)
     for p in (1, 2):
@@ -235,7 +234,7 @@ def test_zero_bounds_change_nothing(algorithm, mode):
 @by_mode
 @by_algorithm
 def test_strides_of_log_decay(algorithm, mode):
-    """Transposed and expanded, to the bit; the gradient is dense."""
+    """Transposed and expanded decays give the same bits, and the gradient is dense."""
     for problem in (of_fastmax(mode, algorithm, 200), of_softmax(mode, 200)):
         dense = problem.arguments["log_decay"]
         expanded = dense[:1, :1].expand(2, 2, 200)
@@ -258,8 +257,8 @@ def test_float32_keeps_its_digits(decay, algorithm, monkeypatch):
 
 @by_mode
 @by_algorithm
-def test_what_has_faded_is_nothing(algorithm, mode):
-    """Keys 10 to 99 are padding and fade by 50 each: queries among them see keys of no weight, which softmax weighs anyway."""
+def test_keys_that_have_decayed_to_nothing(algorithm, mode):
+    """Keys 10 to 99 are padding and decay by 50 each. Queries there see only weights of 0, which softmax still normalises."""
     mask = torch.ones(2, 200, dtype=torch.bool, device=DEVICE)
     mask[:, 10:100] = False
     log_decay = torch.where(mask, -0.01, -50.0)[:, None].expand(2, 2, 200)
@@ -277,7 +276,8 @@ def test_what_has_faded_is_nothing(algorithm, mode):
 @by_head_dim
 @pytest.mark.parametrize("m", [1024, 1090])
 def test_tiles_of_which_nothing_is_left_are_not_read(m, d, mode, precision):  # noqa: F811
-    """A decay of 0.5 a token leaves 2^-100 after 139 tokens: what is NaN 256 tokens before is as far away as what is hidden."""
+    """A decay of 0.5 per token leaves 2^-100 after 139 tokens, so NaN keys 256 tokens earlier must have no more effect than
+    hidden ones."""
     clean = of_fastmax(mode, "quadratic", 1024, m, d=d, h=2, hk=1)
     clean = clean.replace(log_decay=torch.full((2, 1, m), -0.5, device=DEVICE))
     poisoned = clean.replace(
@@ -300,7 +300,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(kernels_alone):
 @by_algorithm
 @by_head_dim
 def test_every_kernel_at_small_sizes(d, algorithm, mode, precision):  # noqa: F811
-    """Without a reference, to run under compute-sanitizer."""
+    """This test has no reference. It is run under compute-sanitizer."""
     for n, m in ((17, 17), (150, 150), (129, 200)):
         results = (
             run(of_fastmax(mode, algorithm, n, m, d=d - (n == 150), h=2, hk=1, mask=n == 150)),
@@ -313,7 +313,7 @@ def test_every_kernel_at_small_sizes(d, algorithm, mode, precision):  # noqa: F8
 
 
 def with_nan(problem):
-    """NaN decays in some heads: at the first token, behind a few, in the middle, near the end, two in a tile."""
+    """Returns decays with NaN in some heads: at the first token, after a few, in the middle, near the end, two in one tile."""
     m = problem.arguments["log_decay"].shape[-1]
     log_decay = problem.arguments["log_decay"].clone()
     log_decay[0, 0, [m // 2, m // 2 + 1, m - 2]] = torch.nan
@@ -323,7 +323,8 @@ def with_nan(problem):
 
 
 def nan_rows(problem):
-    """(b, h, n), of the PyTorch implementation on a CPU; for the first columns alone, as the others say nothing of it."""
+    """Returns which rows (b, h, n) of the PyTorch implementation on a CPU are NaN. It reads the first columns, as all columns
+    agree."""
 
     def narrow(x):
         x = x.cpu() if isinstance(x, torch.Tensor) else x
@@ -338,7 +339,7 @@ def nan_rows(problem):
 
 
 def check_nan(problem):
-    """The rows that are NaN, and the numbers of the others, which are those without a NaN."""
+    """Checks which rows are NaN, and that all others have the numbers of a call without NaN."""
     given = with_nan(problem)
     results, is_nan = run(given), nan_rows(given)
     clean = run(problem.replace(log_decay=given.arguments["log_decay"].nan_to_num(nan=0.0)))
@@ -384,7 +385,7 @@ def test_nan_stays_in_its_packed_sequence(algorithm, mode, precision):  # noqa: 
 @pytest.mark.parametrize("window", [0, 1, 50])
 @by_algorithm
 def test_values_above_zero_and_nan(algorithm, window, option, dtype):
-    """The public function: with the numbers of decays without them, and the NaN of the definition."""
+    """Results of the public function have the numbers of decays without such values, and NaN where the definition has it."""
     n, h, hk, d = 700, 4, 2, 64
     q, k, v = (torch.randn(1, heads, n, d, device=DEVICE, dtype=dtype) / 8 for heads in (h, hk, hk))
     log_decay = make_odd_decay(1, hk, n, dtype=torch.float32, device=DEVICE)
@@ -408,7 +409,7 @@ def test_values_above_zero_and_nan(algorithm, window, option, dtype):
 
 @by_algorithm
 def test_long_sums_of_values_above_zero(algorithm, monkeypatch):
-    """Jumps of 16 over 8192 tokens, and 600 tokens of 0.3: the numbers and gradients of 0 in their place, to the bit."""
+    """Jumps of 16 over 8192 tokens and 600 tokens of 0.3 give the bits of decays of 0, gradients included."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     for n, log_decay in (
         (8192, 32 * torch.rand(1, 2, 8192, device=DEVICE) - 16),
@@ -433,7 +434,7 @@ def test_long_sums_of_values_above_zero(algorithm, monkeypatch):
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize("padding", [False, True])
 def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
-    """Outputs of tokens that take part: NaN where one call of these tokens in float64 is, and near it elsewhere."""
+    """Outputs of real tokens are NaN where one float64 call on these tokens is, and close to it elsewhere."""
     n, b, h, hk, d = 150, 2, 4, 2, 64
     q, k, v = (torch.randn(b, heads, n, d, device=DEVICE, dtype=dtype) / 4 for heads in (h, hk, hk))
     log_decay = make_odd_decay(b, hk, n, dtype=torch.float32, device=DEVICE, underflows=True)

@@ -61,7 +61,7 @@ def first_token(inputs):
 
 
 def each_alone(attend, inputs, mask=None, log_decay=None, **options):
-    """`attend` of the real tokens of each sequence by themselves, causally; 0 at masked ones."""
+    """Returns `attend` of the real tokens of each sequence alone, causally, and 0 at masked ones."""
     options |= {"causal": True}
     if mask is None:
         return attend(**inputs, **options, log_decay=log_decay)
@@ -78,13 +78,13 @@ def each_alone(attend, inputs, mask=None, log_decay=None, **options):
 
 
 def at_real(o, mask):
-    """Outputs, 0 at masked tokens, where they mean nothing."""
+    """Returns outputs with 0 at masked tokens, where they have no meaning."""
     return o if mask is None else torch.where(mask[:, None, :, None], o, 0)
 
 
 def advance(inputs, sizes, state, mask=None, in_place=False):
-    """Feed the tokens in pieces: `step` (`step_`) for a piece of one, `prefill` for any other. Output of all of them, last
-    state."""
+    """Passes the tokens in pieces, to `step` (or `step_`) for one token and to `prefill` for more. Returns all outputs and the
+    last state."""
     outputs = []
     for piece in pieces(inputs, sizes):
         start = sum(o.shape[2] for o in outputs)
@@ -139,7 +139,7 @@ def test_prefill_across_chunks(sizes, p, device):
     in_place=st.booleans(),
 )
 def test_splitting_and_resuming_equals_one_call(sizes, option, padded, in_place):
-    """Any cut of the sequence into pieces, pieces of nothing too, gives the definition's output and one call's state."""
+    """Any split of the sequence into pieces, empty ones too, gives the output of the definition and the state of one call."""
     case = Case("", n=max(sum(sizes), 1), b=2, h=4, hk=2, d=5, dv=3)
     inputs, _ = make_inputs(case, torch.float64)
     inputs = {name: x[:, :, : sum(sizes)] for name, x in inputs.items()}
@@ -174,7 +174,7 @@ def test_output_shape_dtype_and_layout(device):
 
 @by_order
 def test_state_has_constant_symmetric_size(p, device):
-    """dv + 1 numbers for each of 1 + d + d (d + 1) / 2 features (1 + d for p = 1), however many tokens were seen."""
+    """The state has dv + 1 numbers for each of 1 + d + d (d + 1) / 2 features (1 + d for p = 1), for any number of tokens."""
     inputs, _ = make_inputs(Case("", n=300, b=2, h=4, hk=2, d=5, dv=7), torch.float32, device)
     features = 1 + 5 + (15 if p == 2 else 0)
     start = fastmax.decoding.init_state(2, 2, 5, 7, device=device, p=p)
@@ -187,7 +187,7 @@ def test_state_has_constant_symmetric_size(p, device):
 
 
 def test_a_state_passed_in_is_not_modified(device):
-    """So a prompt's state may be continued in several ways."""
+    """The state of a prompt may be continued in several ways."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device))
     before = copy.deepcopy(state)
@@ -201,7 +201,7 @@ def test_a_state_passed_in_is_not_modified(device):
 
 
 def test_padding(device):
-    """A masked token leaves no trace; a sequence that has seen only masked tokens outputs 0."""
+    """A masked token has no effect, and a sequence of only masked tokens outputs 0."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     mask = torch.ones(2, CASE.n, dtype=torch.bool, device=device)
     mask[0, :5] = False
@@ -214,7 +214,7 @@ def test_padding(device):
 
 
 def test_gradients_flow_through_the_state(device):
-    """Back through a prefill and two steps: the gradients of one causal call."""
+    """Gradients through a prefill and two steps are those of one causal call."""
     inputs, grad_o = make_inputs(CASE, torch.float64, device)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     o, _ = advance(leaves, [CASE.n - 2, 1, 1], new_state(CASE, device))
@@ -230,7 +230,7 @@ def test_gradients_flow_through_the_state(device):
 @by_decode_option
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)
 def test_step_in_place_equals_step(dtype, option, device):
-    """Bit for bit, in the memory that the state had; no other state is touched."""
+    """The results have the bits of `step` and lie in the memory of the state; no other state changes."""
     inputs, _ = make_inputs(CASE, dtype, device)
     mask = torch.tensor([[True], [False]], device=device)
     start = new_state(CASE, device, dtype, **OPTIONS[option])
@@ -253,7 +253,7 @@ def assert_same_states(actual, expected):
 
 
 def decays(case, device, dtype=torch.float64, seed=0):
-    """(b, hk, n), with tokens that forget all before them."""
+    """Returns decays (b, hk, n) with resets (-inf) at a tenth of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     x = -torch.rand(case.b, case.hk, case.n, generator=generator, dtype=dtype)
     return x.masked_fill(torch.rand(x.shape, generator=generator) < 0.1, -torch.inf).to(device)
@@ -307,7 +307,7 @@ def test_gradients_of_decays_flow_through_the_state(device):
 
 @pytest.mark.parametrize("what", ["log_decay", "kv_state", "k_sum", "v"])
 def test_a_prefill_records_what_it_is_given(what, device):
-    """Each alone: what has kernels and writes in place is for calls of which nothing is recorded."""
+    """Each argument requires a gradient alone. The path with kernels that write in place must then not be taken."""
     inputs, grad_o = make_inputs(CASE, torch.float64, device)
     given = inputs | {"log_decay": decays(CASE, device).clamp(min=-3.0)}
     _, start = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device))
@@ -336,7 +336,7 @@ def test_step_in_place_refuses_to_record_a_decay(device):
 
 @pytest.mark.parametrize("function", [fastmax.decoding.step, fastmax.decoding.step_], ids=["step", "step_"])
 def test_a_state_that_is_forgotten_leaves_nothing(function, device):
-    """A reset removes NaN and infinity too."""
+    """A reset removes NaN and infinity in the state too."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     token, decay = first_token(inputs), torch.full((2, 2, 1), -torch.inf, device=device)
     state = new_state(CASE, device).map(lambda x: torch.full_like(x, torch.nan))
@@ -357,13 +357,13 @@ def test_bad_decays(function):
 
 
 def shifted(x):
-    """The same numbers one element past where allocations begin."""
+    """Returns the same numbers one element past the start of an allocation."""
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
 
 
 @pytest.mark.parametrize("function", [fastmax.decoding.step, fastmax.decoding.step_], ids=["step", "step_"])
 def test_a_mask_of_any_stride_and_a_state_at_any_address(function, device):
-    """Kernels read masks by the byte and, where they may, states by vectors."""
+    """Kernels read masks by bytes and states by vectors if their addresses are aligned, so both must be tested unaligned."""
     inputs, _ = make_inputs(Case("", n=2, b=3, h=4, hk=2, d=16, dv=8), torch.float32, device)
     first, second = pieces(inputs)
     _, state = fastmax.decoding.step(*first, fastmax.decoding.init_state(3, 2, 16, 8, dtype=torch.float32, device=device))
@@ -421,7 +421,7 @@ def test_step_in_place_refuses_transforms(transform):
 
 
 def test_autograd_notices_a_state_that_was_written_over(device):
-    """A recorded step keeps the state that it read."""
+    """A recorded step saves the state that it read, and its backward must refuse a later write to it."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     q, k, v = first_token(inputs)
     o, state = fastmax.decoding.step(q.requires_grad_(), k, v, new_state(CASE, device))
@@ -432,7 +432,7 @@ def test_autograd_notices_a_state_that_was_written_over(device):
 
 
 def shared_memory(what, state):
-    """A state that must not be written in place, or k that overlaps it."""
+    """Returns a state that must not be written in place, or k that overlaps it."""
     kv_state, k_sum = state.kv_state, state.k_sum
     if what == "expanded batch":
         return {"state": state.select([0]).map(lambda x: x.expand(2, *x.shape[1:]))}, "state.kv_state must be contiguous"
@@ -463,7 +463,7 @@ def test_step_in_place_refuses_shared_memory(what, device):
 
 
 def test_a_state_may_lie_in_one_buffer(device):
-    """Side by side is no overlap."""
+    """Tensors of the state that are adjacent in one buffer do not overlap and are accepted."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, device)
     sizes = [state.kv_state.numel(), state.k_sum.numel()]
@@ -654,7 +654,7 @@ def test_prefill_has_no_second_derivative(device):
 
 
 def test_prefill_under_torch_func_and_forward_mode(device):
-    """PyTorch operations, which have every rule."""
+    """These transforms run PyTorch operations, which have every derivative rule."""
     inputs, grad_o = make_inputs(CASE, torch.float64, device)
     q, k, v = inputs.values()
 
@@ -671,7 +671,7 @@ def test_prefill_under_torch_func_and_forward_mode(device):
 
 @by_order
 def test_gradients_of_any_split_are_those_of_one_call(p, device):
-    """Prefill after prefill, and a loss of all outputs and of the last state."""
+    """The loss of several prefills depends on all outputs and on the last state."""
     case = Case("", n=3 * CHUNK + 5, b=2, h=4, hk=2, d=5, dv=7)
     inputs, grad_o = make_inputs(case, torch.float64, device)
     log_decay = decays(case, device).clamp(min=-3.0) * 0.1
@@ -692,7 +692,7 @@ def test_gradients_of_any_split_are_those_of_one_call(p, device):
 
 
 def test_a_forgotten_state_has_no_gradient(device):
-    """Nor does what is in it reach one."""
+    """A state before a reset has gradient 0, and its values reach no other gradient."""
     arguments = list(prefill_arguments(device, dtype=torch.float64, decay=True))
     arguments[5] = torch.zeros(2, 2, 9, dtype=torch.int32, device=device)
     for i in LEAVES:
@@ -705,7 +705,7 @@ def test_a_forgotten_state_has_no_gradient(device):
 
 
 class Calls(CompileCounterWithBackend):
-    """Counts graphs, and keeps the operators in them."""
+    """Counts graphs and records the operators in them."""
 
     def __init__(self):
         super().__init__("aot_eager")
@@ -718,7 +718,7 @@ class Calls(CompileCounterWithBackend):
 
 @by_operator
 def test_compiled_steps(operator, device, fresh_dynamo):
-    """One graph for all tokens beyond the first, with the operator in it."""
+    """All tokens after the first share one graph, which contains the operator."""
     option = "everything"
     inputs, _ = make_inputs(CASE, device=device)
     state = new_state(CASE, device, torch.float32, **OPTIONS[option])
@@ -739,7 +739,7 @@ def test_compiled_steps(operator, device, fresh_dynamo):
 
 @torch_warns
 def test_compiled_step_in_place_inductor(device, fresh_dynamo):
-    """The real compiler, which has to keep what is written in place."""
+    """Inductor has to keep writes in place."""
     inputs, _ = make_inputs(CASE, device=device)
     state = new_state(CASE, device, torch.float32)
     expected = state.clone()
@@ -780,7 +780,7 @@ def test_compiled_prefill(device, fresh_dynamo):
 
 
 def generate(inputs, grad_o, state, recorded, in_place=False):
-    """Outputs, sums and gradients of a prefill and two steps."""
+    """Returns outputs, sums and gradients of a prefill and two steps."""
     leaves = {name: x.detach().requires_grad_(recorded) for name, x in inputs.items()}  # at the same addresses in every call
     o, state = advance(leaves, [CASE.n - 2, 1, 1], state, in_place=in_place)
     return o, state, leaves, grad_o
@@ -796,7 +796,7 @@ def results(o, state, leaves, grad_o):
 @pytest.mark.parametrize("option", ["defaults", "p=1", "everything", "exact window"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_autocast_changes_nothing(dtype, option, recorded, device):
-    """Tokens in the state's dtype: every bit of outputs, state and gradients, in whichever dtype autocast computes."""
+    """Tokens have the dtype of the state. Outputs, state and gradients then have the same bits inside autocast of any dtype."""
     inputs, grad_o = make_inputs(CASE, dtype, device)
     start = new_state(CASE, device, dtype, **OPTIONS[option])
     in_place = recorded == "in place"
@@ -812,7 +812,7 @@ def test_autocast_changes_nothing(dtype, option, recorded, device):
 @pytest.mark.parametrize("recorded", [False, True], ids=["quiet", "recorded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 def test_autocast_casts_to_the_dtype_of_the_state(dtype, recorded, device):
-    """fp32 tokens for a state of bfloat16, what autocast's linear layers give for one of fp32, and a mixture."""
+    """Tokens are fp32 for a bfloat16 state, the output of autocast's linear layers for an fp32 state, and a mixture."""
     inputs, grad_o = make_inputs(CASE, torch.float32, device)
     inputs["v"] = inputs["v"].bfloat16()
     start = new_state(CASE, device, dtype)
@@ -926,7 +926,7 @@ def test_step_takes_one_token(function):
 )
 @pytest.mark.parametrize("option", ["defaults", "everything", "exact window"])
 def test_meta_tensors(option, function):
-    """Shapes alone, for whoever plans memory."""
+    """Calls on meta tensors give shapes, with which memory can be planned."""
     inputs, _ = make_inputs(CASE, torch.bfloat16)
     state = new_state(CASE, "meta", torch.bfloat16, **OPTIONS[option])
     o = function(*(x[:, :, :1].to("meta") for x in inputs.values()), state)
@@ -945,7 +945,7 @@ def test_meta_tensors(option, function):
     ids=["group 5, wide", "group 8, one state", "group 8, many states", "many heads", "many batch entries"],
 )
 def test_launch_limits(b, hk, group, d, dv):
-    """Shared memory past 48 KB, and more states than a grid's second dimension holds."""
+    """The sizes need more than 48 KB of shared memory, and more states than the second dimension of a grid can have."""
     case = Case("", n=3, b=b, h=hk * group, hk=hk, d=d, dv=dv)
     inputs, _ = make_inputs(case, torch.float32, "cuda")
     options = {"temperature": d**0.5}
@@ -962,8 +962,8 @@ def test_launch_limits(b, hk, group, d, dv):
 @pytest.mark.parametrize("states", [1, 3, 400], ids=lambda n: f"{n} states")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 def test_in_place_kernels_give_the_same_bits(dtype, states, group, p):
-    """Few states: each is cut into slices of columns, all of which read the k_sum that one step writes. 400: none is cut.
-    Products of two bfloat16 are exact in float32, those of two float32 are rounded."""
+    """With few states each is cut into slices of columns, all of which read the k_sum that one step writes; with 400 none is
+    cut. Products of two bfloat16 numbers are exact in float32, those of two float32 numbers are rounded."""
     case = Case("", n=5, b=states, h=group, hk=1, d=64, dv=128)
     inputs, _ = make_inputs(case, dtype, "cuda")
     mask = torch.arange(states, device="cuda").view(-1, 1) % 2 == 0
@@ -994,14 +994,14 @@ def test_the_in_place_operator_refuses_shared_memory_on_cuda(in_state):
 @pytest.mark.cuda
 @pytest.mark.parametrize("option", ["defaults", "everything"])
 def test_a_replayed_graph_advances_the_state(option):
-    """Sinusoidal positions too: each replay is one token further."""
+    """Each replay is one token further, for sinusoidal positions too."""
     device = torch.device("cuda")
     inputs, _ = make_inputs(CASE, torch.float32, device)
     check_replays(inputs, new_state(CASE, device, torch.float32, **OPTIONS[option]))
 
 
 def check_replays(inputs, state, log_decay=None):
-    """A graph of `step_` that is replayed for each token gives the bits of calls."""
+    """Checks that a graph of `step_` that is replayed for each token gives the bits of calls."""
     expected, decays = state.clone(), () if log_decay is None else (log_decay.unsqueeze(-1),)
 
     def step_(state, q, k, v, decay=None):
@@ -1021,7 +1021,7 @@ def check_replays(inputs, state, log_decay=None):
 
 @pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode()], ids=["meta", "inference"])
 def test_indices_of_features_are_of_no_mode(mode):
-    """A first call in a mode in which tensors are of another kind leaves nothing behind for later calls."""
+    """The indices are cached. A first call on the meta device or in inference mode must not affect later calls."""
     state = torch.randn(1, features.feature_count(features.padded_head_dim(19)), 3)
     with mode:
         features.triangle_index(19)

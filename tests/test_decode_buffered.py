@@ -52,7 +52,7 @@ def new_state(case, window, flush_interval, device="cpu", dtype=torch.float64, *
     in_place=st.sampled_from([True, True, False]),
 )
 def test_any_split(sizes, window, flush_interval, decay, padded, in_place):
-    """Also where nothing is seen: output 0."""
+    """Outputs are right for any split, and 0 if a query sees no key."""
     case = Case("", n=sum(sizes), b=2, h=4, hk=2, d=4, dv=3)
     inputs, _ = make_inputs(case, torch.float64)
     given = accompany(case, "cpu", padded, decay)
@@ -75,7 +75,7 @@ def test_every_option(option, window, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_every_dtype(dtype, device):
-    """No token is rounded on its way into the sums, which are as precise as where each joins at once."""
+    """Buffered tokens are not rounded before they join the sums, which are as precise as if each token joined at once."""
     case = replace(CASE, n=60, m=60)
     inputs, _ = make_inputs(case, dtype, device)
     log_decay = make_decay("ordinary", case.b, case.hk, case.n, device=device)
@@ -158,7 +158,7 @@ def test_a_step_leaves_the_given_state_as_it_was(device):
 
 
 def test_gradients(device):
-    """Through steps and a prefill, of what was buffered too, as where nothing is."""
+    """Gradients through steps and a prefill, those of buffered tokens too, are those of a state without a buffer."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     inputs = {name: x[:, :, :9] for name, x in inputs.items()}
     log_decay = make_decay("ordinary", CASE.b, CASE.hk, 9, dtype=torch.float64, device=device)
@@ -185,7 +185,7 @@ def test_step_in_place_refuses_to_record():
 
 
 def some_steps(device="cpu", dtype=torch.float64, window=2):
-    """A state with three buffered tokens, and the inputs that follow."""
+    """Returns a state with three buffered tokens, and the inputs that follow."""
     inputs, _ = make_inputs(CASE, dtype, device)
     _, state = advance(inputs, [1] * 7, new_state(CASE, window, 4, device, dtype), True)
     return state, {name: x[:, :, 7:] for name, x in inputs.items()}
@@ -209,7 +209,7 @@ def test_save_and_load(dtype, device):
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_beams(window, device):
-    """Entries that have buffered different numbers of tokens go on together."""
+    """Batch entries with different numbers of buffered tokens can be joined and continue."""
     state, rest = some_steps(device, window=window)
     _, other = advance({name: x[:, :, :2] for name, x in rest.items()}, [1] * 2, state.clone(), True)
     assert state.buffered.unique().tolist() == [3] and other.buffered.unique().tolist() == [1]
@@ -294,7 +294,7 @@ def test_the_operator_itself_refuses_to_record():
 
 
 def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
-    """Tensors of `ops.buffered_step_`, filled: finite junk in places that no token has."""
+    """Returns filled tensors for `ops.buffered_step_`. Places without a token hold arbitrary finite numbers."""
     generator = torch.Generator("cuda").manual_seed(window + flush_interval + buffered)
     k, v = (torch.randn(3, hk, 40, x, generator=generator, device="cuda", dtype=torch.float64) for x in (d, dv))
     state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device="cuda", temperature=d**0.5)
@@ -318,7 +318,7 @@ def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
 )
 @by_order
 def test_the_kernel(p, window, flush_interval, buffered, dtype, d, dv):
-    """Against the PyTorch implementation in float64, with and without groups; twice the same bits."""
+    """The kernel agrees with the PyTorch implementation in float64, with and without groups, and gives the same bits twice."""
     for h, hk, layout in ((8, 2, verify.unaligned), (3, 3, torch.clone), (20, 1, torch.clone), (6, 3, verify.unaligned)):
         state = buffered_state(window, flush_interval, buffered, hk, d, dv, dtype)
         if p == 1:
@@ -362,6 +362,6 @@ def test_generating_on_the_kernels(window, dtype, p):
 @pytest.mark.cuda
 @pytest.mark.parametrize("window", [0, 4])
 def test_a_replayed_graph_folds(window):
-    """One graph for steps that gather and steps that fold."""
+    """One graph serves steps that add to the buffer and steps that fold it into the sums."""
     inputs, _ = make_inputs(CASE, torch.float32, "cuda")
     check_replays(inputs, new_state(CASE, window, 3, "cuda", torch.float32))

@@ -1,4 +1,4 @@
-"""`prefill` of packed sequences, each of which continues from a batch entry of the state: against one prefill for each."""
+"""`prefill` of packed sequences, each of which continues from a batch entry of the state, against one prefill per sequence."""
 
 import math
 import warnings
@@ -35,7 +35,7 @@ def bounds(lengths, device="cpu"):
 
 
 def tokens_of(lengths, device="cpu", dtype=torch.float64, accompanied=True):
-    """Arguments of a prefill, with a dimension 2 of tokens, but the mask."""
+    """Returns arguments of a prefill. Tokens are dimension 2 of all but the mask."""
     n = sum(lengths)
     inputs, _ = make_inputs(Case("", n=n, h=HEADS, hk=KV_HEADS, d=D, dv=DV), dtype, device)
     if accompanied:
@@ -55,7 +55,7 @@ def one_by_one(arguments, lengths, states):
 
 
 def assert_states_close(state, states):
-    """But for what no token has taken yet, or a masked one."""
+    """Checks states, except where no token or only a masked one has been stored."""
     for name, x in state.tensors().items():
         expected = torch.cat([getattr(other, name) for other in states])
         if name in ("local_keys", "local_values"):
@@ -82,7 +82,7 @@ def test_equals_one_by_one(option, accompanied, calls, device):
 
 @pytest.mark.parametrize("option", ["defaults", "exact window, everything"])
 def test_a_batch_goes_on(option, device):
-    """Packed prompts, then steps of all sequences side by side, equal the definition of each sequence."""
+    """Packed prompts, followed by steps of all sequences as a batch, equal the definition of each sequence."""
     lengths, steps = (3, 70, 1, 8), 2
     prompts = tokens_of(lengths, device, accompanied=False)
     following, _ = make_inputs(Case("", n=steps, b=len(lengths), h=HEADS, hk=KV_HEADS, d=D, dv=DV), torch.float64, device)
@@ -130,7 +130,8 @@ def test_gradients_through_the_states(option, device):
 @pytest.mark.parametrize("option", ["defaults", "exact window"])
 @pytest.mark.parametrize("poisoned", range(3))
 def test_poison_does_not_travel(poisoned, option, device):
-    """Outputs, states and gradients of the others keep their bits; only here, for a sequence has blocks of its own."""
+    """If one sequence holds NaN, outputs, states and gradients of the others keep their bits, because each sequence has blocks
+    of its own in this call."""
     lengths = (40, 70, 30)
     arguments = tokens_of(lengths, device, accompanied=False)
     leaves = {name: x.requires_grad_() for name, x in arguments.items()}
@@ -169,7 +170,7 @@ def test_a_state_passed_in_is_not_modified(device):
     "lengths", [(5,), (0, 0, 200), (1,) * 300, (64,) * 9, (1000, 1)], ids=lambda x: f"{len(x)} of {max(x)}"
 )
 def test_blocks_are_about_as_many_as_needed(lengths):
-    """Memory and work of 2 n, or of 64 tokens a sequence."""
+    """Blocks hold at most about 2 n tokens, or 64 tokens per sequence if that is more, so memory and work stay linear."""
     n = sum(lengths)
     blocks = blocks_of(bounds(lengths), n)
     assert blocks.token.numel() <= max(2 * n + blocks.token.shape[1], 128 * len(lengths))
@@ -179,7 +180,7 @@ def test_blocks_are_about_as_many_as_needed(lengths):
 
 @pytest.mark.parametrize("values", [(9, -5, 100, 3), (0, 2**31 - 1, -(2**31), 5)], ids=str)
 def test_values_that_nobody_checked_index_no_other_memory(values):
-    """On a GPU they are not looked at."""
+    """Values of `cu_seqlens` on a GPU are not checked, so indices made from them must stay in range."""
     blocks = blocks_of(torch.tensor(values, dtype=torch.int32), 10)
     for x, size in ((blocks.sequence, 3), (blocks.token, 10), (blocks.place, blocks.token.numel())):
         assert x.min() >= 0 and x.max() < size

@@ -17,7 +17,7 @@ CASE = Case("", n=6, b=3, h=4, hk=2, d=5, dv=7)
 
 
 def a_state(device="cpu", dtype=torch.float64, option="everything"):
-    """After a prefill of four tokens, and the two that follow."""
+    """Returns a state after a prefill of four tokens, and the two tokens that follow."""
     inputs, _ = make_inputs(CASE, dtype, device)
     state = new_state(CASE, device, dtype, **OPTIONS[option])
     _, state = fastmax.decoding.prefill(*(x[:, :, :4] for x in inputs.values()), state)
@@ -34,7 +34,7 @@ def proceed(state, inputs):
 @by_decode_option
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_save_and_load(dtype, option, device):
-    """`torch.load` as it is called: with `weights_only=True`."""
+    """A state is loaded by `torch.load` with its default, `weights_only=True`."""
     state, rest = a_state(device, dtype, option)
     file = io.BytesIO()
     torch.save({"state": state, "step": 3}, file)
@@ -92,7 +92,7 @@ def test_to_cuda_and_back():
 
 @pytest.mark.parametrize("to", [lambda x, t: x.to(t), lambda x, t: x.to(dtype=t), lambda x, t: x.to("cpu", t)], ids=range(3))
 def test_to_dtype(to, device):
-    """The dtype is that of later tokens: sums that are wide enough stay as they are."""
+    """The new dtype is that of later tokens. Sums that are wide enough keep theirs."""
     state, rest = a_state(device, torch.float32, "coefficients")
     half = to(state, torch.bfloat16).to(device)
     assert_same_states(half, state)
@@ -120,7 +120,7 @@ def test_to_refuses(arguments):
 @by_decode_option
 @pytest.mark.parametrize("indices", [[2, 0], [1], [0, 0, 2, 1], torch.tensor([1, 2], dtype=torch.int32), []], ids=str)
 def test_select(indices, option, device):
-    """Beams: entry i continues as entry indices[i] would have."""
+    """After a beam search reorders, entry i continues as entry indices[i] would have."""
     state, rest = a_state(device, option=option)
     index = torch.as_tensor(indices, dtype=torch.int64, device=device)
     chosen = state.select(indices)
@@ -132,7 +132,7 @@ def test_select(indices, option, device):
 
 @by_decode_option
 def test_repeat(option, device):
-    """A prompt, and several continuations of it; against the definition."""
+    """A prompt that is repeated can be continued in several ways, each of which equals the definition."""
     inputs, _ = make_inputs(Case("", n=6, b=4, h=2, d=5, dv=3), torch.float64, device)
     for x in inputs.values():
         x[1::2, :, :4] = x[0::2, :, :4]
@@ -251,7 +251,7 @@ def test_pytree(option):
 
 @by_decode_option
 def test_vmap_over_states(option):
-    """A model's layers side by side: one state with a dimension more."""
+    """The states of a model's layers are one state with an additional dimension."""
     (one, rest), (other, _) = (a_state(option=option) for _ in range(2))
     other = other.select([2, 1, 0])
     layers = pytree.tree_map(lambda *x: torch.stack(x), one, other)

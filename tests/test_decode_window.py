@@ -38,7 +38,7 @@ def new_state(case, window, device="cpu", dtype=torch.float64, **options):
 
 
 def advance(inputs, sizes, state, in_place=False, mask=None, log_decay=None):
-    """Feed the tokens in pieces, those of one by `step` or `step_`: output of all of them, last state."""
+    """Passes the tokens in pieces, pieces of one token to `step` or `step_`. Returns all outputs and the last state."""
     start, outputs = 0, []
     for size in sizes:
         part = slice(start, start + size)
@@ -111,7 +111,7 @@ def test_numerical_contract(prompt, dtype, device):
 @pytest.mark.parametrize("score", [300.0, -300.0, 2000.0])
 @pytest.mark.parametrize("sizes", [(16,), (9, 1, 1, 5), (1,) * 16], ids=str)
 def test_large_scores(sizes, score, device):
-    """exp(300) is no float32."""
+    """Scores of 300 have weights exp(300), which float32 cannot represent."""
     inputs, _ = make_inputs(CASE, torch.float32, device)
     inputs["q"], inputs["k"] = torch.full_like(inputs["q"], score / 5), torch.ones_like(inputs["k"])
     o, _ = advance(inputs, sizes, new_state(CASE, 4, device, torch.float32))
@@ -190,7 +190,7 @@ def test_a_state_passed_in_is_not_modified(device):
 
 
 def test_in_place_with_mask_and_decay(device):
-    """The bits of `step`, where the state was."""
+    """Results have the bits of `step` and lie where the state was."""
     inputs, _ = make_inputs(CASE, torch.float32, device)
     given = accompany(CASE, device, True, "-inf at places")
     start = new_state(CASE, 4, device, torch.float32)
@@ -203,7 +203,7 @@ def test_in_place_with_mask_and_decay(device):
     assert [x.data_ptr() for x in state.tensors().values()] == addresses
 
 
-def test_step_in_place_refuses_to_record_kept_keys(device):
+def test_step_in_place_refuses_to_record_local_keys(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, 4, device)
     state = replace(state, local_keys=state.local_keys.requires_grad_())
@@ -212,7 +212,7 @@ def test_step_in_place_refuses_to_record_kept_keys(device):
 
 
 def test_to_dtype(device):
-    """Kept keys have the dtype of the tokens, decays that of the sums."""
+    """Local keys get the dtype of the tokens, and decays that of the sums."""
     inputs, _ = make_inputs(CASE, torch.float32, device)
     _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, 4, device, torch.float32))
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -263,7 +263,7 @@ def test_bad_states(name, function):
 
 @pytest.mark.parametrize("window, options", [(4, {}), (0, {"rpe_matrix": "sinusoidal"})], ids=["window", "positions"])
 def test_a_state_of_inference_mode_is_not_written_outside(window, options):
-    """A refusal leaves it as it was."""
+    """The call is refused and leaves the state unchanged."""
     inputs, _ = make_inputs(CASE, torch.float64)
     with torch.inference_mode():
         _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, window, **options))
@@ -284,7 +284,7 @@ OPERATORS = {fastmax.decoding.step: "decode_step", fastmax.decoding.step_: "deco
 
 @pytest.mark.parametrize("function", OPERATORS, ids=lambda f: f.__name__)
 def test_compiled_steps(function, device, fresh_dynamo):
-    """One graph for all tokens beyond the first."""
+    """All tokens after the first share one graph."""
     inputs, _ = make_inputs(CASE, torch.float32, device)
     state = new_state(CASE, 4, device, torch.float32)
     expected, calls = state.clone(), Calls()
@@ -321,7 +321,7 @@ def test_compiled_prefill(device, fresh_dynamo):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("window", [1, 64, 128, 3000])
 def test_on_the_kernels(window, dtype, p):
-    """Decays of -inf among the kept keys too, where what left the window before them is not to be seen."""
+    """Resets (-inf) among the local keys hide the tokens that left the window before them."""
     case = Case("", n=1500, b=2, h=4, hk=2, d=64, dv=64)
     check_within_contract(case, (700, 1, 1, 300, 497, 1), window, dtype, p)
 

@@ -1,4 +1,5 @@
-"""csrc/core: who computes a call, compiled for the host from the headers and the tables of algorithms."""
+"""csrc/core on the host: which algorithm computes a call. The probe is compiled from the headers and the tables of
+algorithms."""
 
 import subprocess
 
@@ -122,7 +123,7 @@ int main() {
   run(kLinearAlgorithm, fwd, bwd);
   AttentionParams few = fwd;
   few.b = 2048, few.h = few.hk = 1, few.n = few.m = 600, few.causal = true;
-  std::printf("first order, 600 tokens, fading: linear %d\\n", linear_is_faster(few));
+  std::printf("first order, 600 tokens, decay: linear %d\\n", linear_is_faster(few));
   few.log_decay = nullptr;
   std::printf("first order, 600 tokens: linear %d\\n", linear_is_faster(few));
   bwd.grad_log_decay = &gradient;
@@ -191,7 +192,7 @@ linear2 bwd
 linear linear2_sm80 linear2_sm80 3 4
 linear2 fwd
 linear2 bwd
-first order, 600 tokens, fading: linear 0
+first order, 600 tokens, decay: linear 0
 first order, 600 tokens: linear 1
 flash flash_bounded_sm80 flash_bounded_sm80 512 1033
 flash_bounded_fwd fp32

@@ -1,4 +1,4 @@
-"""Attention over parts of a sequence, against one process."""
+"""Attention over the parts of a sequence on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from distributed_cases import (
     counted,
     differentiated,
     inputs,
+    masks_of_kernels,
     measured,
     on_rank,
     order_of_events,
@@ -61,7 +62,8 @@ def check(ranks: Ranks, case: dict, tolerance: float = 1e-10) -> None:
 
 
 def cuts(random: random.Random, n: int, world: int) -> Layout:
-    """Any parts: contiguous, zigzag, or pieces dealt out, some of them, or all of a rank's, empty."""
+    """Returns a layout of any kind: contiguous, zigzag, or pieces dealt out at random. Some pieces, or all of a rank's, are
+    empty."""
     kind = random.choice(["contiguous", "zigzag", "dealt"])
     if kind == "zigzag":
         return zigzag_layout(n, world)
@@ -74,7 +76,7 @@ def cuts(random: random.Random, n: int, world: int) -> Layout:
 
 
 def drawn(seed: int) -> dict:
-    """A case with any options."""
+    """Returns a random case with any options."""
     draw = random.Random(seed)
     n, world = draw.choice([7, 40, 300]), draw.randint(2, WORLD)
     b, (h, hk) = draw.choice([1, 2]), draw.choice([(2, 2), (4, 2), (3, 1)])
@@ -235,11 +237,21 @@ def test_compiled_code_calls_it_from_outside(ranks):
         assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
 
 
-def test_near_keys_are_attended_to_while_states_are_on_their_way(ranks):
+def test_local_keys_are_attended_to_while_states_are_on_their_way(ranks):
     options = {"causal": True, "algorithm": "linear", "exact_window": 3}
     case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
     for events in ranks.run(order_of_events, case, world=2):
-        assert events == ["begins", "near", "waits", "begins", "waits"]
+        assert events == ["begins", "local", "waits", "begins", "waits"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("algorithm", ["linear", "quadratic"])
+def test_a_window_needs_no_mask(ranks, algorithm, causal):
+    """Kernels without a mask are faster. The halo ends where the sequence does, so it has no tokens that a mask must hide."""
+    options = {"causal": causal, "algorithm": algorithm, "exact_window": 5}
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
+    for masks in ranks.run(masks_of_kernels, case, world=2):
+        assert masks and not any(masks)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

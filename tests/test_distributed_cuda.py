@@ -1,5 +1,5 @@
-"""Attention over parts of a sequence on GPUs: as one process computes it, and the same bits every time. On two of them by NCCL;
-two ranks that share one exchange by way of the host, as late as they may."""
+"""Attention over the parts of a sequence on GPUs has the results of one process, and the same bits every time. Two GPUs use
+NCCL. Two ranks that share one GPU exchange messages through the host, which arrive as late as they may."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_any_parts_and_options_in_float64(ranks, seed):
 
 
 def recomputed_in_a_block(group) -> list[torch.Tensor | bool]:
-    """A gradient through activations that the thread of the GPU's backward computes again."""
+    """Returns a gradient through activations that the backward recomputes in the GPU's autograd thread."""
     n, threads = 64, []
     mesh = DeviceMesh.from_group(group, "cpu")  # a context asks it for the group alone
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ def test_the_thread_of_the_backward_is_in_the_context(ranks):
 
 
 def changing_tokens(group) -> None:
-    """Numbers of tokens that change on both ranks, then on one."""
+    """Calls with numbers of tokens that change on both ranks, then on one."""
     for counts in ((16, 16), (24, 20), (16, 20)):
         case = {"shape": (1, 2, 1, sum(counts), 16, 16), "layout": contiguous_layout(counts)}
         case["options"] = {"causal": True, "algorithm": "linear", "rpe_matrix": "sinusoidal"}

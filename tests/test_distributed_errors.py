@@ -1,4 +1,5 @@
-"""Ranks that ask for different things, refuse their arguments, do not come or end: errors by name on all ranks."""
+"""Ranks that pass different options, refuse their arguments, fail to arrive, or end: all ranks raise errors that name the
+cause."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def ranks(tmp_path_factory):
 
 
 def attend(group, *options: dict, limit: float = 20.0) -> list[float]:
-    """A call on each rank with its options, of which some are about q, k and v."""
+    """Runs a call on each rank with its own options, some of which change q, k and v."""
     set_time_limit(limit)
     given = {"causal": True, "algorithm": "linear"} | options[group.rank()]
     tokens, dtype = given.pop("tokens", 6), given.pop("dtype", torch.float32)
@@ -134,7 +135,7 @@ def test_a_second_derivative_is_an_error(ranks, options):
 
 @pytest.fixture
 def mortal(tmp_path):
-    """Ranks that are of no use afterwards."""
+    """Starts ranks that cannot be used afterwards."""
     ranks = Ranks(2, tmp_path)
     yield ranks
     ranks.close()
@@ -170,7 +171,7 @@ def test_a_rank_that_does_not_come_or_ends_is_named(mortal):
 
 
 def ending(group, *options: dict) -> None:
-    """Rank 1 ends where it comes to the exchange of states."""
+    """Ends rank 1 when it reaches the exchange of states."""
     if group.rank() == 1:
         with mock.patch.object(states, "all_gather", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)):
             attend(group, *options)
@@ -217,7 +218,7 @@ class _Group:
 
 
 def in_threads(groups: list[_Group], *wanted: object) -> list:
-    """Results of `check_consistency` on each rank; an exception stands in place of the result."""
+    """Returns the results of `check_consistency` on each rank. An exception takes the place of a result."""
 
     def ask(group: _Group, options: object) -> object:
         try:

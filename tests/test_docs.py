@@ -1,4 +1,4 @@
-"""README and docs: their tables are those of the CSVs, their code runs, and the API page has what the library has."""
+"""The README and the docs: tables agree with the CSVs, code blocks run, and the API page lists the public names."""
 
 import ast
 import inspect
@@ -29,7 +29,7 @@ CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/le
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    """The pages and the CSVs, to be changed."""
+    """Returns copies of the pages and the CSVs, which tests may change."""
     for pattern in (*tables.PAGES, *CSVS):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)
@@ -56,7 +56,7 @@ def test_number_that_changes_makes_every_page_that_shows_it_stale(tree, capsys):
 
 
 def test_every_csv_is_in_a_page(monkeypatch):
-    """olmo2.csv has a figure alone."""
+    """Every CSV is shown by a table of some page. olmo2.csv is shown by a figure alone."""
     opened, open_path = set(), Path.open
 
     def record(path, *arguments, **options):
@@ -106,7 +106,7 @@ def test_states_weigh_what_their_formula_says():
 
 
 def test_code_of_the_readme_runs():
-    """Every block after those before it; those that compare results do so themselves."""
+    """Each block runs after those before it. Blocks that compare results contain the comparison."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     operator, swap, transformers, layer, verify = blocks
     names: dict = {}
@@ -128,7 +128,7 @@ def test_code_of_the_readme_runs():
 
 @pytest.mark.parametrize("page", EXECUTED)
 def test_code_of_the_page_runs(page, tmp_path, monkeypatch):
-    """Its blocks run in order, in one namespace; results are compared where a block does so itself."""
+    """The blocks of a page run in order in one namespace. Blocks that compare results contain the comparison."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text, names = (ROOT / "docs" / page).read_text(), {}
@@ -140,7 +140,8 @@ def test_code_of_the_page_runs(page, tmp_path, monkeypatch):
 
 
 def messages() -> str:
-    """The strings of the package, with ... where a value stands, and the sources whose messages are not Python's."""
+    """Returns the string literals of the package, with ... in place of values, and the sources whose messages are not in
+    Python."""
 
     def joined(node: ast.JoinedStr) -> str:
         return "".join(x.value if isinstance(x, ast.Constant) else "..." for x in node.values)
@@ -210,7 +211,8 @@ def test_parameters_has_a_row_for_each_option(function, heading):
 
 
 def test_api_has_an_example_for_each_name():
-    """A section by the name, with code that has it. Pages hold no directives, which a code host shows as they are."""
+    """Every public name has a section with code that uses it. Pages have no directives, because a code host shows those as
+    text."""
     page = (ROOT / "docs/api.md").read_text()
     sections = dict(re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
     for name in {name.rpartition(".")[2] for name in public_names()}:

@@ -1,9 +1,7 @@
-"""The Hopper kernels in an emulator (tests/emulator), where no GPU is: their own sources, by several schedules of threads,
-copies and products, against the PyTorch implementation in float64.
-
-Sizes: a warpgroup of the quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear ones
-have 256 rows at head dim 64 and 512 at 128, tiles 64.
-"""
+"""The sources of the Hopper kernels run in an emulator on the CPU (tests/emulator) and are compared with the PyTorch
+implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the quadratic kernels
+owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim 64 and 512 at 128,
+tiles 64."""
 
 import copy
 import fcntl
@@ -27,7 +25,7 @@ OBJECTS = CSRC.parent / "build" / "emulator"
 
 @pytest.fixture(scope="session")
 def library():
-    """Compiled by whichever process comes first; the next run compiles what has changed."""
+    """Returns the library, compiled by the process that comes first. Later runs compile only what has changed."""
     build = load_build()
     try:
         build.cuda_home()
@@ -154,7 +152,7 @@ CASES = [
 
 
 class Call:
-    """Tensors of a case, and its result in float64."""
+    """The tensors of a case and its result in float64."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -198,7 +196,7 @@ class Call:
         return exact if case.decay is None else exact | {"grad_log_decay": gradients[-1]}
 
     def run(self, library, schedule: int) -> dict[str, torch.Tensor]:
-        """Results by the kernels, in memory full of NaN."""
+        """Returns the results of the kernels, in memory full of NaN."""
         case = self.case
         given = {"q": self.q, "k": self.k, "v": self.v} | self.options
         numbers = dict(
@@ -227,7 +225,8 @@ def nan_like(x):
 
 
 def wrong(actual, exact):
-    """Results that differ, with their errors. 16 bits leave 0.2%, products of rounded weights a little more."""
+    """Returns the results that differ, with their errors. Rounding to 16 bits costs 0.2%, products of rounded weights a little
+    more."""
     errors = {name: relative(x, exact[name]) for name, x in actual.items()}
     # Written so that a NaN is wrong.
     return {name: error for name, error in errors.items() if not error < (1e-5 if name == "z" else 5e-3)}
@@ -259,7 +258,7 @@ NAN_CASES = [
 
 @pytest.mark.parametrize("case", NAN_CASES, ids=str)
 def test_decays_of_nan(library, case):
-    """Rows that see a key before it are NaN, and no others."""
+    """Rows that see a key before a NaN decay are NaN, and no others."""
     call = Call(replace(case, backward=False))
     log_decay = call.options["log_decay"]
     log_decay[..., [0, 100, 120]] = torch.nan
@@ -277,7 +276,8 @@ def test_decays_of_nan(library, case):
 
 @pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e10, True)])
 def test_fused_at_other_sizes_of_weights(library, factor, fused, monkeypatch):
-    """A common factor of the coefficients changes no gradient: where grad_o / z would leave floats, two kernels run."""
+    """A common factor of the coefficients changes no gradient. If it makes grad_o / z too large for floats, two kernels must
+    run in place of the fused one."""
     monkeypatch.setitem(globals(), "POLYNOMIAL", tuple(factor * x for x in POLYNOMIAL))
     call = Call(Case("quadratic", "quadratic_sm90", 130, 1100, 32, fused=fused))
     call.grad_o *= 2.0**-30
@@ -287,7 +287,7 @@ def test_fused_at_other_sizes_of_weights(library, factor, fused, monkeypatch):
 
 @pytest.mark.parametrize("d, softmax", [(32, False), (32, True), (64, False), (64, True)])
 def test_fused_with_rows_that_see_no_key(library, d, softmax):
-    """One batch entry has no keys, the other none for its first queries."""
+    """One batch entry has no keys, and the first queries of the other see none."""
     algorithm = "flash" if softmax else "quadratic"
     call = Call(Case(algorithm, f"{algorithm}_sm90", 130, 1200, d, b=2, hk=1, padding=True, fused=True))
     call.options["attention_mask"][0] = False
@@ -302,7 +302,7 @@ def test_fused_with_rows_that_see_no_key(library, d, softmax):
 
 @pytest.mark.parametrize("d, decay", [(32, None), (64, None), (64, "ordinary")])
 def test_carried_state(library, d, decay):
-    """A call that continues from a state and ends in one, and its gradient with those of both."""
+    """A call starts from a state and returns one. Its gradients include those of both states."""
     n, before, options = 300, 90, (SCALE, *POLYNOMIAL, 2, False)
     operators = torch.ops.fastmax
     q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, d)))
@@ -372,7 +372,7 @@ INVALID_STARTS = ("falling sequences", "falling", "steps of least and most", "an
 
 
 def run_with_bounds(library, call, first, end, schedule):
-    """Results with other first and end keys than those of the case."""
+    """Returns the results with other first and end keys than those of the case."""
     other = copy.copy(call)
     given = {name: x.expand(call.case.b, call.case.hk, -1) for name, x in (("k_start", first), ("k_end", end))}
     other.options = call.options | {name: x for name, x in given.items() if name in call.options}
@@ -381,7 +381,7 @@ def run_with_bounds(library, call, first, end, schedule):
 
 @pytest.mark.parametrize("case", INVALID_CASES, ids=str)
 def test_invalid_bounds_end(library, case):
-    """Every kernel ends, and writes averages of v. A valid call gives what it gives without the others."""
+    """Kernels with invalid bounds end and write finite outputs. A valid call afterwards has the bits that it had before."""
     call = Call(case)
     before = call.run(library, SCHEDULES[1])
     assert relative(before["o"], call.exact["o"]) < 5e-3
@@ -395,7 +395,7 @@ def test_invalid_bounds_end(library, case):
 
 @pytest.mark.parametrize("algorithm", ["quadratic", "flash"])
 def test_unsorted_sequences_end(library, algorithm):
-    """Blocks of 192 queries and of 128 keys with sequences that begin before those of the rows above."""
+    """Blocks of 192 queries and of 128 keys contain sequences that begin before those of the rows above."""
     call = Call(Case(algorithm, f"{algorithm}_bounded_sm90", 1024, 1024, 64, h=1, hk=1, packed=(0, 1024)))
     bounds = torch.tensor([0, 400, 500, 100, 1024], dtype=torch.int32)
     sequence = sequence_of_token(bounds, 1024)

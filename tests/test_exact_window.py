@@ -1,4 +1,4 @@
-"""`exact_window`: the nearest keys weighed by exp(s) in place of the polynomial, with one denominator for both."""
+"""`exact_window`: the nearest keys are weighed by exp(s) in place of the polynomial, with a common denominator."""
 
 import math
 from functools import partial
@@ -100,7 +100,7 @@ def test_decays_in_float64(algorithm, custom, decay, device):
 @by_causal
 @by_gradient
 @by_algorithm
-def test_queries_without_near_or_far_or_any_keys(algorithm, custom, causal, device):
+def test_queries_without_local_or_global_or_any_keys(algorithm, custom, causal, device):
     inputs, grads = make(Case("", n=40, b=3, h=2, hk=1, d=4), torch.float64, device)
     mask = torch.ones(3, 40, dtype=torch.bool, device=device)
     mask[0] = False
@@ -167,7 +167,7 @@ SCORES = {
 @by_gradient
 @by_algorithm
 def test_scores_of_hundreds(algorithm, custom, causal, dtype, scores, device):
-    """exp(300) is infinite in float32, exp(-300) is 0 there; the sums of both kinds of weights are neither."""
+    """exp(300) is infinite in float32 and exp(-300) is 0. The sums of both kinds of weights must be neither."""
     inputs, grads = make(Case("", n=50, h=1, d=2), dtype, device)
     inputs["q"] = torch.tensor([1.0, 0.1], device=device, dtype=dtype).expand_as(inputs["q"]).contiguous()
     inputs["k"][..., 0] = SCORES[scores](torch.rand(1, 1, 50, dtype=torch.float64)).to(device, dtype)
@@ -187,7 +187,7 @@ def test_scores_of_hundreds(algorithm, custom, causal, dtype, scores, device):
 @by_gradient
 @by_algorithm
 def test_first_queries_that_see_only_scores_of_minus_hundreds(algorithm, custom, device):
-    """The logarithm of their sums is -300, not -inf, and the output the mean of the values."""
+    """The log of their sums must be -300 and not -inf, and the output the mean of the values."""
     v = torch.randn(1, 1, 20, 3, device=device)
     q, k = torch.ones(1, 1, 20, 1, device=device), torch.full((1, 1, 20, 1), -300.0, device=device)
     o, lse = with_lse(q, k, v, causal=True, exact_window=20, use_custom_gradient=custom, algorithm=algorithm)
@@ -212,8 +212,9 @@ def test_scores_of_hundreds_beyond_the_window_are_the_polynomial(algorithm, caus
 
 @by_gradient
 @by_algorithm
-def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, device):
-    """Their local scores of -300 add up to 0 in float32, in whose units their global keys, all hidden, have no sum."""
+def test_first_queries_of_a_global_part_that_see_none_of_it(algorithm, custom, device):
+    """Their local scores of -300 have weights that add up to 0 in float32. All their global keys are hidden, so the global sum
+    must not be divided by that 0."""
     inputs, grads = make(Case("", n=40, h=2, hk=1, d=2), device=device)
     inputs["q"] = torch.tensor([1.0, 0.01], device=device).expand_as(inputs["q"]).contiguous()
     inputs["k"][..., 0] = torch.where(torch.arange(40, device=device) < 30, -300.0, 1.0)
@@ -229,7 +230,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
         assert torch.equal(y.isfinite(), seen) and (y[seen] - x[seen]).norm().item() <= 1e-4 * size, name
 
 
-# ---- keys that fade between a query and its global keys
+# ---- decays between a query and its global keys
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -50.0, -200.0])
@@ -237,7 +238,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
 @by_gradient
 @by_algorithm
 def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
-    """One token decays strongly. Where local keys are hidden, its small rest of the global keys is the whole sum."""
+    """One token decays strongly. If the local keys are hidden, the small remainder of the global keys is the whole sum."""
     inputs, grads = make(Case("", n=40, m=43, h=2, hk=1, d=3), torch.float64, device)
     token = torch.arange(43, device=device)
     inputs["log_decay"] = torch.where(token == 24, decay, -0.05).double().expand(1, 1, 43)
@@ -250,8 +251,8 @@ def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
 @pytest.mark.parametrize("at", [20, 21])
 @by_gradient
 @by_algorithm
-def test_forgetting_at_the_border_of_the_window(algorithm, custom, at, device):
-    """Later queries are as far from that token as there are distances: none, some or all of their global keys are forgotten."""
+def test_resets_at_the_border_of_the_window(algorithm, custom, at, device):
+    """Later queries are at every distance from the reset, so that it hides none, some or all of their global keys."""
     inputs, grads = make(Case("", n=40, h=4, hk=2, d=3), torch.float64, device)
     decay = -0.1 * torch.rand(1, 2, 40, dtype=torch.float64)
     decay[:, 0, at] = decay[:, 1, 5] = decay[:, 1, 13] = -math.inf
@@ -261,7 +262,8 @@ def test_forgetting_at_the_border_of_the_window(algorithm, custom, at, device):
 
 
 def test_float32_loses_no_digits_to_a_long_decay(device):
-    """The log-sums of the last queries, which have no near key, are -4000, rounded to 2e-4; their gradients are not."""
+    """The last queries see no local key, and the logs of their sums are -4000, rounded to 2e-4. Their gradients must not have
+    that error."""
     inputs, grads = make(Case("", n=50, h=2, hk=1, d=3), device=device)
     grads[0][:, :, :40], grads[1][..., :40] = 0.0, 0.0
     token = torch.arange(50, device=device)
@@ -276,7 +278,8 @@ def test_float32_loses_no_digits_to_a_long_decay(device):
 
 
 def test_rounding_does_not_flow_to_tokens_long_before():
-    """A thousand earlier tokens get the difference of two equal sums, by query and by key, whose rounding must cancel."""
+    """The gradient of a thousand earlier decays is the difference of two equal sums, one over queries and one over keys. Their
+    rounding errors must cancel."""
     inputs, grads = make(Case("", n=59, m=1100, b=3, h=1, d=32))
     inputs["log_decay"] = make_decay("ordinary", 3, 1, 1100)
     options = {"causal": True, "exact_window": 3, "temperature": 6.6}
@@ -319,16 +322,16 @@ def test_any_strides(causal, layout, device):
 
 
 @by_causal
-def test_what_is_kept_for_the_backward(causal, device):
-    """q, k, v, the output, and a few numbers for each query: nothing of the size of another output."""
+def test_tensors_saved_for_the_backward(causal, device):
+    """The backward needs q, k, v, the output and a few numbers per query, so no second tensor of the output's size is saved."""
     inputs, grads = make(LONG, device=device)
-    kept = []
+    saved = []
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         o, lse = with_lse(**leaves, causal=causal, exact_window=20, algorithm="linear")
-    shapes = [tuple(x.shape) for x in kept if x.dim() == 4]
+    shapes = [tuple(x.shape) for x in saved if x.dim() == 4]
     assert sorted(shapes) == sorted(tuple(x.shape) for x in (*inputs.values(), o))
-    assert sum(x.numel() for x in kept if x.dim() != 4) <= 3 * lse.numel()
+    assert sum(x.numel() for x in saved if x.dim() != 4) <= 3 * lse.numel()
     torch.autograd.backward((o, lse), grads)
 
 
@@ -349,7 +352,7 @@ OPERATOR_CALLS = {
 
 def operator_arguments(device, operator="exact_window", case=None, dtype=torch.float32, layout="contiguous", causal=True,
                        algorithm="auto", window=5, mask=False, decay=False):  # fmt: skip
-    """q, k and v, gradients of o and lse, and the other arguments of the forward operator."""
+    """Returns q, k and v, gradients of o and lse, and the other arguments of the forward operator."""
     case = case or (SMALL if layout == "contiguous" else Case("", n=30, b=2, h=2, d=8))
     inputs, grad_o = make_inputs(case, dtype, device, layout)
     mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
@@ -431,7 +434,7 @@ def test_one_walk_over_the_tiles_on_a_cpu(algorithm, operator):
 
 
 class Operators(TorchDispatchMode):
-    """The names of fastmax's forward operators that are called, without that ending."""
+    """Records the names of fastmax's forward operators that are called, without the suffix."""
 
     def __init__(self):
         super().__init__()
@@ -556,7 +559,8 @@ def test_second_derivative_of_the_custom_gradient_is_refused(device):
 @by_causal
 @by_gradient
 def test_memory_is_linear_in_tokens(custom, causal):
-    """Four times the tokens, at most five times the bytes; no (n, m) and no tensor of a window of keys for every query."""
+    """Four times the tokens take at most five times the bytes. There is no (n, m) tensor and none with a window of keys per
+    query."""
     peaks = []
     for n in (1000, 4000):
         inputs, (grad_o, _) = make(Case("", n=n, h=1, d=4))
@@ -576,7 +580,7 @@ def test_memory_is_linear_in_tokens(custom, causal):
 
 
 def test_close_to_the_softmax_it_stands_for(device):
-    """Against softmax over all keys, with scores of a few units: the wider the window, the closer."""
+    """With scores of a few units, a wider window brings the output closer to softmax over all keys."""
     inputs, _ = make(Case("", n=64, h=2, d=8), torch.float64, device)
     softmax = flash_attention(**inputs, causal=True, scale=5.0)
     errors = [

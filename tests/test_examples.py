@@ -1,4 +1,4 @@
-"""Every example in a tiny setting, as a user runs it; `fastmax.testing.verify` and `fastmax.info`."""
+"""Every example in a tiny setting, run as a user runs it, and `fastmax.testing.verify` and `fastmax.info`."""
 
 import contextlib
 import csv
@@ -48,7 +48,7 @@ def run(script: str, *arguments: object, status: int = 0, names: dict | None = N
 
 
 def run_alone(*command: object) -> str:
-    """Returns what `python command...` prints, in a process of its own as a user runs it."""
+    """Returns what `python command...` prints in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     arguments = [sys.executable, *map(str, command)]
@@ -87,7 +87,7 @@ def test_wrong_numbers_are_named(script, option, value, message, capsys):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Path]:
-    """A text, and the directory of a tiny softmax and a tiny Fastmax model trained on it."""
+    """Returns a text, and the directory of a tiny softmax and a tiny Fastmax model trained on it."""
     out = tmp_path_factory.mktemp("char_lm")
     (out / "text.txt").write_text(TEXT)
     for attention, run_ in (("softmax", run), ("fastmax", run_alone)):
@@ -224,7 +224,7 @@ def test_toggle_gradient(monkeypatch, wrong):
 
 
 def test_verify_passes_configurations(monkeypatch, capsys):
-    """Every fifth of the table, so that each kind is among them; `.ci/run` checks them all."""
+    """Every fifth configuration is run, so that each kind occurs. `.ci/run` checks all of them."""
     cases = verify.cases()[::5]
     monkeypatch.setattr(verify, "cases", lambda: cases)
     assert verify.main(["--device", "cpu"]) == 0

@@ -1,4 +1,5 @@
-"""The CUDA library: why it does not run, in one sentence; libraries of another version; which calls its kernels compute."""
+"""The CUDA library: the message that says why it does not run, libraries of another version, and which calls its kernels
+compute."""
 
 import re
 import shutil
@@ -18,7 +19,7 @@ from fastmax.ops.registration import OPERATORS, Operator
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    """`load` sets a module variable, and answers are remembered."""
+    """Restores the module variable that `load` sets and clears cached answers."""
     problem, checked = extension._problem, set(extension._checked)
 
     def forget():
@@ -41,7 +42,8 @@ def cuda_torch(monkeypatch):
 
 
 def library(path, version):
-    """A shared library that answers as libfastmax.so does; it registers nothing. No version: none can be asked for."""
+    """Returns a shared library that answers as libfastmax.so does and registers nothing. Without a version it has no version
+    function."""
     symbol = "" if version is None else f"int fastmax_schema_version() {{ return {version}; }}"
     source = f"""
     {symbol}
@@ -160,7 +162,7 @@ def test_a_call_that_succeeds():
 
 
 def test_out_of_memory_has_its_type():
-    """The library's interface knows RuntimeErrors alone."""
+    """The library's interface has only RuntimeErrors, so the type of this error must be restored."""
     told = RuntimeError("fastmax: allocation on cuda:0 failed: CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as error:
         extension.call(fails(told))
@@ -188,7 +190,8 @@ def test_other_errors_stay(error):
 
 @pytest.fixture
 def operator(monkeypatch):
-    """The operator of row softmax, as if it had a kernel for tensors of at most 8 columns; `operator.ran` lists who ran."""
+    """Returns the operator of row softmax with a pretended kernel for at most 8 columns. `operator.ran` lists who computed each
+    call."""
     original, ran = OPERATORS["softmax"], []
 
     def runs(name, function):

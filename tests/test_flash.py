@@ -64,7 +64,7 @@ with_lse = partial(flash_attention, return_lse=True)
 
 
 def visible_pairs(q, k, causal, attention_mask):
-    """(b, h, n, m), True where query i sees key j."""
+    """Returns (b, h, n, m), True if query i sees key j."""
     visible = reference.visible_pairs(q, k, causal=causal, attention_mask=attention_mask)
     return visible.expand(*q.shape[:3], k.shape[2])
 
@@ -73,7 +73,7 @@ by_padding = pytest.mark.parametrize("padding", [False, True], ids=["no mask", "
 
 
 def softmax_definition(q, k, v, *, causal=False, scale=None, attention_mask=None, hold_denominator=False):
-    """Output and log-sum-exp from the definition, every weight spelled out, in the dtype of q; 4-d or 3-d."""
+    """Returns output and log-sum-exp of 4-d or 3-d tensors by the definition, in the dtype of q."""
     if q.dim() == 3:
         batch = 1 if attention_mask is None else attention_mask.shape[0]
         q, k, v = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
@@ -101,7 +101,8 @@ class ExpectedFlash(Expected):
 
 
 def make(case, dtype=torch.float32, device=CPU, layout="contiguous", padding=False, **q_and_k):
-    """Inputs, gradients of both outputs, and a mask among the options: some keys, and for the last sequence the first third."""
+    """Returns inputs, gradients of both outputs, and options with a mask: some keys, and for the last sequence its first
+    third."""
     inputs, grad_o = make_inputs(case, dtype, device, layout, **q_and_k)
     grad_lse = torch.randn(case.b, case.h, case.n).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     options = {}
@@ -125,7 +126,7 @@ def check(inputs, grads, *, custom, **options):
 
 
 def spread(size):
-    """Normal rows: scores of about size^2 sqrt(d) with scale = 1."""
+    """Returns normal rows. With scale = 1 their scores are about size^2 sqrt(d)."""
 
     def normal(*shape, dtype, device):
         return size * torch.randn(shape, dtype=torch.float64).to(device, dtype)
@@ -188,7 +189,7 @@ def test_strides(layout, causal, custom, device):
 @pytest.mark.parametrize("case", [SMALL, SQUARE, TILES], ids=lambda case: case.name)
 @by_causal
 def test_against_pytorch(causal, case, dtype, custom, device):
-    """scaled_dot_product_attention, forward and backward."""
+    """Results and gradients equal those of scaled_dot_product_attention."""
     inputs, (grad_o, _), _ = make(case, dtype, device)
     visible = visible_pairs(inputs["q"], inputs["k"], causal, None)
 
@@ -207,7 +208,7 @@ def test_against_pytorch(causal, case, dtype, custom, device):
 @by_causal
 @by_dtype
 def test_large_scores(dtype, causal, custom, device):
-    """Entries of magnitude 50: scores of thousands, weights of 0 and 1; neither overflow nor NaN."""
+    """Entries of magnitude 50 give scores of thousands and weights of 0 and 1. There is neither overflow nor NaN."""
     inputs, grads, options = make(TILES, dtype, device, padding=True, q_and_k=spread(50.0))
     exact = ExpectedFlash(inputs, grads, causal=causal, scale=1.0, **options).exact
     actual = run(partial(with_lse, use_custom_gradient=custom), inputs, grads, causal=causal, scale=1.0, **options)
@@ -225,7 +226,7 @@ def test_large_scores(dtype, causal, custom, device):
 @pytest.mark.parametrize("direction", [1.0, -1.0], ids=["rising", "falling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
 def test_the_maximum_moves_from_tile_to_tile(dtype, direction, custom, device):
-    """Scores that rise (what was summed is rescaled by each tile) or fall (later tiles add less and less)."""
+    """If scores rise, each tile rescales the earlier sums; if they fall, later tiles add less and less."""
     case = Case("", n=5, m=4 * COLS + 7, h=1, d=4, dv=3)
     inputs, grads, _ = make(case, dtype, device)
     inputs["q"][..., 0] = 1.0
@@ -338,7 +339,7 @@ def test_inputs_are_never_written(layout, custom, device):
 @by_gradient
 @by_causal
 def test_hidden_keys_leave_no_trace(causal, custom, device):
-    """Whatever the padding holds: huge keys and values change nothing."""
+    """Huge keys and values in the padding change no result."""
     inputs, grads, options = make(TILES, device=device, padding=True)
     attention = partial(with_lse, use_custom_gradient=custom, causal=causal, **options)
     before = run(attention, inputs, grads)
@@ -353,7 +354,8 @@ def test_hidden_keys_leave_no_trace(causal, custom, device):
 @by_gradient
 @by_causal
 def test_queries_without_keys(causal, custom, device):
-    """Output 0, lse -inf and gradient 0, whatever the gradient of their lse is; no NaN, and no trace elsewhere."""
+    """They have output 0, lse -inf and gradient 0, whatever the gradient of their lse is. There is no NaN, and other rows do
+    not change."""
     inputs, (grad_o, grad_lse), options = make(TILES, device=device, padding=True)
     visible = visible_pairs(inputs["q"], inputs["k"], causal, options["attention_mask"]).any(-1)
     assert not visible[0].any() and visible[1].any() and visible[1].all() != causal
@@ -378,7 +380,7 @@ def tiny_leaves(device):
 
 
 def finite_lse(*leaves, **options):
-    """Outputs for finite differences: without the -inf of queries that see no key."""
+    """Returns outputs for finite differences, without the -inf of queries that see no key."""
     o, lse = with_lse(*leaves, **options)
     return o, torch.where(lse.isinf(), 0.0, lse)
 
@@ -458,7 +460,7 @@ def test_a_gradient_of_one_output_alone(name, custom, device):
 
 
 def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *, padding=False, causal=False, leaves=True):
-    """Arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
+    """Returns the arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
     inputs, grads, options = make(case, dtype, device, layout, padding)
     tensors = [x.detach().requires_grad_(leaves) for x in inputs.values()]
     return (*tensors, options.get("attention_mask"), None, None, None, 0.5, causal, -1, -1, False), grads
@@ -553,7 +555,7 @@ def test_export_with_dynamic_length(device):
 @by_gradient
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_autocast(dtype, custom, device):
-    """Computed in autocast's dtype, lse in float32, gradients in the leaves' own."""
+    """The call runs in autocast's dtype, lse is float32, and gradients have the dtypes of the leaves."""
     inputs, (grad_o, grad_lse), _ = make(SMALL, device=device)
     grads = grad_o.to(dtype), grad_lse
     attention = partial(with_lse, causal=True, use_custom_gradient=custom)
@@ -571,7 +573,7 @@ def test_autocast(dtype, custom, device):
 
 @by_causal
 def test_autocast_around_the_backward(causal, device):
-    """A whole training step may stand inside autocast."""
+    """The backward may run inside autocast too."""
     inputs, grads, options = make(TILES, torch.bfloat16, device, padding=True)
     expected = run(with_lse, inputs, grads, causal=causal, **options)
     with torch.autocast(device.type, torch.bfloat16):
@@ -618,7 +620,7 @@ def test_training_and_inference_agree(device):
 
 @by_causal
 def test_saved_for_backward(causal, device):
-    """q, k, v, o, lse and the mask, and nothing else."""
+    """The backward saves q, k, v, o, lse and the mask, and nothing else."""
     inputs, _, options = make(SMALL, device=device, padding=True)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     saved = []
@@ -706,7 +708,7 @@ ON_KERNELS = [
 
 
 def on_kernels(case, mode, seed=0):
-    """Arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
+    """Returns the arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
     tensors = verify.random_tensors(in_mode(case, mode), DEVICE, seed)
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=tensors["q"].dtype)
     grad_lse = torch.randn(tensors["q"].shape[:3], device=DEVICE)
@@ -716,7 +718,7 @@ def on_kernels(case, mode, seed=0):
 
 
 def both(arguments, grads):
-    """o, lse and the gradients of q, k and v."""
+    """Returns o, lse and the gradients of q, k and v."""
     o, lse = torch.ops.fastmax.flash_forward(*arguments)
     return o, lse, *torch.ops.fastmax.flash_backward(*grads, *arguments[:3], o, lse, *arguments[3:])[:3]
 
@@ -731,13 +733,13 @@ class TestKernels:
     @by_mode
     @pytest.mark.parametrize("case", [pytest.param(case, id=case_id(case)) for case in ON_KERNELS])
     def test_against_float64(self, case, mode):
-        """On poisoned memory, and bit by bit the same when repeated."""
+        """Results on poisoned memory agree with float64, and a repetition has the same bits."""
         assert verify.check(in_mode(case, mode), DEVICE, 1234).wrong == []
 
     @by_mode
     @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
     def test_every_kernel_at_small_sizes(self, d, mode):
-        """Without a reference, to run under compute-sanitizer."""
+        """This test has no reference. It is run under compute-sanitizer."""
         for n, m in ((1, 1), (17, 17), (150, 150), (129, 200)):
             odd = n == 150
             arguments, grads = on_kernels(size("", n, m, d=d - odd, b=1, h=2, hk=1, mask=odd, causal=n != 129), mode)
@@ -762,7 +764,7 @@ class TestKernels:
     @by_mode
     @pytest.mark.parametrize("magnitude", [7.0, 50.0])
     def test_large_scores(self, magnitude, mode):
-        """Scores of hundreds and of tens of thousands: no overflow, and the contract where the plain formula keeps it."""
+        """Entries of magnitude 50 give scores of thousands and weights of 0 and 1. There is neither overflow nor NaN."""
         case = in_mode(size("", 300, mask=True, magnitude=magnitude, scale=1.0), mode)
         arguments, grads = on_kernels(case, mode)
         o, lse, *gradients = both(arguments, grads)
@@ -807,7 +809,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("d", [64, 37], ids=["aligned", "padded"])
     def test_side_stream(self, d):
-        """The work waits for its own stream, where the operands are late."""
+        """The operands arrive late on a stream of their own, and the kernels must wait for that stream."""
         arguments, grads = on_kernels(size("", 300, d=d, mask=True), "bf16")
         first = both(arguments, grads)
         actual = on_a_late_stream(arguments[:3], lambda *late: both((*late, *arguments[3:]), grads))
@@ -816,7 +818,7 @@ class TestKernels:
 
     @by_mode
     def test_cuda_graph(self, mode):
-        """Forward and backward captured once, replayed on other inputs."""
+        """Forward and backward are captured once and replayed on other inputs."""
         case = size("", 700, h=4, hk=2, mask=True)
         static, grads = on_kernels(case, mode, 1)
         graph, captured = capture(lambda: both(static, grads))
@@ -845,7 +847,7 @@ class TestKernels:
                 assert least <= relative(actual[name], x) <= most, (precision, name)
 
     def test_who_computes(self, monkeypatch):
-        """Kernels what they cover, PyTorch operations float64 and head dims above 256."""
+        """Kernels compute what they cover; PyTorch operations compute float64 and head dims above 256."""
         calls = []
 
         def counted(right):

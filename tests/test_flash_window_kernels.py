@@ -68,7 +68,7 @@ CASES = [
 
 
 def operands(case, mode, seed=0):
-    """Arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
+    """Returns the arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
     dtype, _ = MODES[mode]
     sizes = verify.Case(
         "", {}, heads=case.h, kv_heads=case.hk, queries=case.n, keys=case.m, head_dim=case.d, value_dim=case.dv, dtype=dtype,
@@ -83,7 +83,7 @@ def operands(case, mode, seed=0):
 
 
 def both(arguments, grads):
-    """o, lse and the gradients of q, k and v."""
+    """Returns o, lse and the gradients of q, k and v."""
     verify.poison_free_memory(DEVICE)
     o, lse = torch.ops.fastmax.flash_forward(*arguments)
     verify.poison_free_memory(DEVICE)
@@ -91,7 +91,7 @@ def both(arguments, grads):
 
 
 def definition(arguments, grads, dtype):
-    """The same from the whole matrix of weights, in a dtype."""
+    """Returns the same results from the whole matrix of weights, in a dtype."""
     q, k, v, mask, _, first, end, scale, causal, left, right, _ = arguments
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
@@ -125,7 +125,7 @@ def definition(arguments, grads, dtype):
 @by_mode
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_against_float64(case, mode, precision):  # noqa: F811
-    """Twice the error of the plain formula at most, and the same bits when repeated."""
+    """The error is at most twice that of the plain formula, and a repetition has the same bits."""
     arguments, grads = operands(case, mode)
     actual = both(arguments, grads)
     exact, plain = (definition(arguments, grads, dtype) for dtype in (torch.float64, arguments[0].dtype))
@@ -143,7 +143,8 @@ def test_against_float64(case, mode, precision):  # noqa: F811
 @by_mode
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_a_window_that_hides_nothing_is_none(causal, mode, precision):  # noqa: F811
-    """Results are equal bit for bit. A window one token narrower runs the other kernels, and hides one pair."""
+    """Results are equal bit for bit to those without a window. A window one token narrower hides one pair and runs other
+    kernels."""
     case = Case(200, 217, -1, -1, causal=causal, mask=True)
     arguments, grads = operands(case, mode)
     expected = both(arguments, grads)
@@ -161,7 +162,7 @@ def test_a_window_that_hides_nothing_is_none(causal, mode, precision):  # noqa: 
 @by_mode
 @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 def test_every_kernel_at_small_sizes(d, mode, precision):  # noqa: F811
-    """Without a reference, to run under compute-sanitizer."""
+    """This test has no reference. It is run under compute-sanitizer."""
     for n, m, left, right in ((1, 1, 0, 0), (17, 17, 3, -1), (150, 150, 20, 5), (129, 200, 64, -1), (200, 129, 5, 5)):
         odd = n == 150
         case = Case(n, m, left, right, d - odd, d - odd, 2, 1, causal=n in (17, 150), mask=odd)

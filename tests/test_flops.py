@@ -1,4 +1,4 @@
-"""PyTorch's `FlopCounterMode` on the registered operators: against numbers computed by hand, and pairs counted one by one."""
+"""PyTorch's `FlopCounterMode` on the registered operators, against numbers computed by hand and pairs counted one by one."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def of_pairs(inputs, pairs: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("n, m, causal, pairs", [(7, 9, False, 63), (9, 7, False, 63), (7, 9, True, 42), (1, 9, True, 9)])
 def test_quadratic_and_softmax(n, m, causal, pairs):
-    """Causal, 7 queries at the end of 9 keys see 3 + 4 + ... + 9 of them."""
+    """In the causal call, 7 queries at the end of 9 keys see 3 + 4 + ... + 9 of them."""
     inputs = tensors(n, m, b=3, h=4, hk=2)
     expected = of_pairs(inputs, 12 * pairs)
     quadratic = partial(fastmax_attention, algorithm="quadratic", a0=9.0)
@@ -62,7 +62,7 @@ def test_softmax_is_counted_as_pytorch_counts_its_own():
 
 @pytest.mark.parametrize("p, features", [(1, 3), (2, 9)])
 def test_linear(p, features):
-    """d = 3: features 3, and with p = 2 six products more."""
+    """With d = 3 there are 3 features, and with p = 2 six products more."""
     options = {"p": p, "a0": 9.0, "algorithm": "linear"}
     inputs = tensors(40, 70, b=3, h=4, hk=2)  # dv = 5
     of_queries, of_keys = 3 * 4 * 40, 3 * 2 * 70
@@ -110,7 +110,7 @@ def test_windows(n, m, causal, window):
 
 @by_causal
 def test_packed_sequences_and_decays(causal):
-    """Pairs as the definition has them; decays themselves are no products."""
+    """The pairs are those of the definition. Decays add no products."""
     inputs = tensors(40, h=4, hk=2)
     cu_seqlens = torch.tensor([0, 0, 11, 12, 40], dtype=torch.int32)
     options = {"causal": causal, "cu_seqlens": cu_seqlens}
@@ -126,7 +126,8 @@ def test_packed_sequences_and_decays(causal):
 
 
 def test_exact_window_is_two_attentions():
-    """100 tokens: the near pairs, and those of 90 queries with as many keys; not causal, with keys on either side."""
+    """With 100 tokens these are the local pairs, and those of 90 queries with as many global keys. Calls that are not causal
+    have global keys on either side."""
     inputs = tensors(100)
     options = {"exact_window": 10, "algorithm": "quadratic"}
     near, far = 2 * (10 * 100 - 45), 2 * 90 * 91 // 2
@@ -170,7 +171,7 @@ def test_decoding():
 
 @by_algorithm
 def test_fake_tensors(algorithm):
-    """Sizes alone: bounds have no values, so that all is counted."""
+    """Bounds of fake tensors have no values, so all pairs are counted."""
     options = {"causal": True, "algorithm": algorithm}
     dense = both(fastmax_attention, tensors(300), **options)
     with FakeTensorMode():

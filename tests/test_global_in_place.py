@@ -15,7 +15,7 @@ SCORE = (0.3, 1.0, 1.0, 0.5)  # scale and coefficients
 
 
 def operands(device, dtype=torch.float32, b=2, h=4, hk=2, n=70, m=90, d=24, dv=16):
-    """q, k, v; o and lse of local keys; grad_o and grad_z; gradients by local keys."""
+    """Returns q, k, v; o and lse of local keys; grad_o and grad_z; and the gradients by local keys."""
     wide = compute_dtype(dtype)
 
     def token(heads, tokens, columns):
@@ -31,12 +31,12 @@ def operands(device, dtype=torch.float32, b=2, h=4, hk=2, n=70, m=90, d=24, dv=1
 def tokens_of(tensors, mask=False, decay=False, first=False):
     """Returns the tensors that accompany the tokens."""
     (b, _, n, _), (hk, m), device = tensors[0].shape, tensors[1].shape[1:3], tensors[0].device
-    kept = (torch.arange(m, device=device) % 5 != 1).expand(b, m).contiguous() if mask else None
+    real = (torch.arange(m, device=device) % 5 != 1).expand(b, m).contiguous() if mask else None
     if mask:
-        kept[0, : m - n // 2] = False  # the first queries see none
+        real[0, : m - n // 2] = False  # the first queries see none
     log_decay = -0.1 * torch.rand(b, hk, m, device=device, dtype=compute_dtype(tensors[0].dtype)) if decay else None
     begins = torch.arange(n, device=device).sub_(n // 3).clamp_(min=0).int().expand(b, hk, n).contiguous() if first else None
-    return kept, log_decay, begins
+    return real, log_decay, begins
 
 
 def by_parts(tensors, near, of_output, grads, tokens, p, algorithm):
@@ -51,7 +51,7 @@ def by_parts(tensors, near, of_output, grads, tokens, p, algorithm):
 
 
 def joined(tensors, near, of_output, grads, tokens, p, algorithm, results=None):
-    """The same by the operators, the gradients from given results."""
+    """Returns the same by the operators, with the gradients of given results."""
     call = (*tokens, *SCORE, p, algorithm, False)
     o, lse = (x.clone(memory_format=torch.preserve_format) for x in near)
     z = global_forward_(o, lse, *tensors, *call)
@@ -173,7 +173,7 @@ def test_refused_by_name(index, name, device):
 
 @pytest.mark.cuda
 def test_repeatable_and_without_pytorch_operations(monkeypatch):
-    """Kernels that do not join leave the sums to PyTorch; float64 is all of it."""
+    """Kernels that cannot add in place leave the sums to PyTorch, which also computes all of float64."""
     given = operands("cuda", torch.bfloat16, n=700, m=800, d=64, dv=64)
     monkeypatch.setattr(torch.Tensor, "add_", None)
     first, second = (joined(*given, (None, None, None), 2, "linear") for _ in range(2))

@@ -60,7 +60,8 @@ def test_gradcheck_rpe_tensor(p, causal, custom, device):
 @by_gradient
 @by_order
 def test_gradcheck_across_chunks(p, custom, algorithm, device):
-    """Random directions (fast mode): the gradient that crosses from one chunk's state to the next."""
+    """The fast mode of gradcheck takes random directions. It checks the gradient that crosses from one chunk's state to the
+    next."""
     inputs, _ = make_inputs(Case("", n=CHUNK + 3, h=1, d=2, dv=1), torch.float64, device)
     attention = partial(fastmax_attention, causal=True, p=p, use_custom_gradient=custom, algorithm=algorithm)
     assert gradcheck(attention, tuple(x.requires_grad_() for x in inputs.values()), fast_mode=True)
@@ -187,7 +188,7 @@ def test_torch_func_through_the_custom_gradient_is_refused(transform, normalize,
 
 @by_gradient
 def test_vmap_and_constants_under_transforms(custom, device):
-    """Calls without a derivative by a transform run, and autograd outside of vmap goes through them."""
+    """Calls without a derivative under a transform run, and autograd outside vmap differentiates through them."""
     q, k, v = (x.detach() for x in tiny_leaves(device))
     batch = torch.stack([q, 2.0 * q]).requires_grad_()
 
@@ -221,7 +222,7 @@ def test_custom_equals_autograd(option, algorithm, causal, device):
 
 
 def test_custom_equals_autograd_for_drawn_noise(device):
-    """The same noise is drawn whoever computes."""
+    """Both sides of the toggle draw the same noise."""
     inputs, grad_o = make_inputs(TINY, torch.float64, device)
     outputs = []
     for custom in (True, False):

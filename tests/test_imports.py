@@ -1,4 +1,4 @@
-"""Imports inside the package: every arrow points to a lower layer, none closes a circle, none hides in a function."""
+"""Imports inside the package point to lower layers, form no circle, and do not hide in functions."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`pip install -e .`, as `make` does it: the package is found from every folder, the one that holds the clone too."""
+"""After `pip install -e .`, as `make` runs it, the package is found from every folder, even from the parent of the clone."""
 
 import os
 import shutil
@@ -29,7 +29,8 @@ def clone(tmp_path):
 
 
 def test_an_editable_install_is_found_beside_the_clone(clone, tmp_path):
-    """There the folder of the clone is a namespace package `fastmax`, which any finder after sys.path loses against."""
+    """From its parent, the folder of the clone looks like a namespace package `fastmax`, which takes precedence over finders
+    that come after sys.path."""
     site = tmp_path / "site"
     site.mkdir()
     environment = os.environ | {"FASTMAX_BUILD_CUDA": "0"}

@@ -1,8 +1,6 @@
-"""The CUDA kernels: every code path against float64 on poisoned memory, and what the suite for all devices does not ask.
-
-The sizes name the path they take: tiles of 64 and 128, chunks of 256 (d <= 64), 512 (d = 96), 1024 (d = 128), 2048 (d = 256),
-and segments of at least 256 (p = 1); few heads cut the walk over keys into segments (p = 2), many walk once.
-"""
+"""The CUDA kernels: every code path against float64 on poisoned memory, and properties that the tests for all devices do not
+check. Sizes are chosen by path: tiles of 64 and 128, chunks of 256 (d <= 64), 512 (d = 96), 1024 (d = 128), 2048 (d = 256), and
+segments of at least 256 (p = 1). With few heads the walk over keys is cut into segments (p = 2), with many it is one walk."""
 
 import itertools
 import math
@@ -63,7 +61,7 @@ def precision(mode):
 
 def size(name, n, m=None, d=64, dv=None, *, h=2, hk=None, b=2, causal=True, p=2, mask=False, noise=False, layout="contiguous",
          magnitude=1.0, **options):  # fmt: skip
-    """A row of the tables below. p = 1 gets a temperature at which 1 + s stays away from 0."""
+    """Returns a row of the tables below. With p = 1 its temperature keeps 1 + s away from 0."""
     options = {"causal": causal, "p": p, "temperature": 50.0 if p == 1 else d**0.5} | options
     if noise:
         options["dropout"] = 0.3
@@ -188,7 +186,7 @@ def test_against_float64(case, algorithm, mode):
 @by_order
 @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 def test_every_kernel_at_small_sizes(d, p, algorithm, mode, precision):
-    """Without a reference, to run under compute-sanitizer."""
+    """This test has no reference. It is run under compute-sanitizer."""
     for n, m in ((1, 1), (17, 17), (150, 150), (129, 200), (17, 1500)):  # the last: segments
         odd = n == 150
         case = size("", n, m, d=d - odd, b=1, h=2, hk=1, p=p, mask=odd, noise=odd, causal=n != 129, algorithm=algorithm)
@@ -202,7 +200,7 @@ NOTHING = (None,) * 6  # mask, noise, rpe matrix, decay, bounds of keys
 
 
 def operands(case, mode, algorithm, seed=0):
-    """Arguments of torch.ops.fastmax.forward, and grad_o."""
+    """Returns the arguments of torch.ops.fastmax.forward, and grad_o."""
     case = in_mode(case, mode)
     tensors = verify.random_tensors(case, DEVICE, seed)
     x = {"a0": 1.0, "a1": 1.0, "a2": 0.5, "dropout": 0.0} | case.options
@@ -214,7 +212,7 @@ def operands(case, mode, algorithm, seed=0):
 
 
 def both(arguments, grad_o, grad_z=None):
-    """o, z and the gradients of q, k and v."""
+    """Returns o, z and the gradients of q, k and v."""
     o, z = torch.ops.fastmax.forward(*arguments)
     return o, z, *torch.ops.fastmax.backward(grad_o, grad_z, *arguments[:3], o, z, *arguments[3:])[:3]
 
@@ -224,7 +222,7 @@ def widened(arguments):
 
 
 def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2, p, causal, *rest):
-    """z by its definition."""
+    """Returns z by its definition."""
     n, m = q.shape[2], k.shape[2]
     s = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT)
     f = a0 + a1 * s + (a2 * s * s if p == 2 else 0.0)
@@ -235,7 +233,7 @@ def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2
 
 
 def with_gradient_of_the_denominators(arguments, grad_o):
-    """A gradient of z, NaN where a query sees no key, and the gradients of q, k and v in float64 by it and by grad_o."""
+    """Returns a gradient of z, NaN where a query sees no key, and the float64 gradients of q, k and v by it and by grad_o."""
     _, exact_z, *exact = both(widened(arguments), grad_o.double())
     grad_z = torch.where(exact_z == 0, torch.nan, torch.randn_like(exact_z) / exact_z)
     q, k = (x.double().requires_grad_() for x in arguments[:2])
@@ -275,7 +273,7 @@ def test_denominators(p, algorithm, mode, precision):
 @by_order
 @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 def test_gradient_of_the_denominators(d, p, algorithm, mode, precision):
-    """Beside that of the output; where a query sees no key it is not read, and may have any strides."""
+    """It adds to that of the output, may have any strides, and is not read if a query sees no key."""
     for case in (
         size("", 300, 317, d=d, h=4, hk=2, p=p, mask=True, noise=True),
         size("", 130, 90, d=d - 1, h=2, p=p, causal=False, layout="unaligned"),
@@ -297,7 +295,7 @@ def test_gradient_of_the_denominators(d, p, algorithm, mode, precision):
     "states, n, m, d, causal", [(70_000, 200, 600, 16, True), (66_000, 3, 5, 160, False)], ids=["d16", "d160"]
 )
 def test_first_order_states_beyond_65535(states, n, m, d, causal, mode, precision):
-    """Two parts each, which a scan adds up; d = 160 runs other kernels. A few heads are compared with float64."""
+    """Each state has two parts, which a scan adds up. d = 160 runs other kernels. Some heads are compared with float64."""
     arguments, grad_o = operands(size("", n, m, d=d, b=1, h=states, p=1, causal=causal), mode, "linear")
     results = both(arguments, grad_o)
     some = [0, 1, 65_535, 65_536, states - 1]
@@ -314,7 +312,7 @@ def test_first_order_states_beyond_65535(states, n, m, d, causal, mode, precisio
     ids=["segments", "one walk", "states and time", "batch entries", "heads of one entry"],
 )
 def test_states_beyond_832_mib_run_in_phases(b, h, n):
-    """Against the quadratic kernels, and their memory is bounded."""
+    """Results agree with the quadratic kernels, and the memory is bounded."""
     q, k, v, grad_o = (torch.randn(b, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     score = (128**-0.5, 1.0, 1.0, 0.5, 2)
 
@@ -336,7 +334,7 @@ def test_states_beyond_832_mib_run_in_phases(b, h, n):
 
 @pytest.mark.parametrize("b, h, hk, n, m", [(16, 32, 16, 2048, 2100), (1, 800, 400, 1100, 1150)], ids=["batch", "heads"])
 def test_phases_of_grouped_heads_with_mask_and_noise(b, h, hk, n, m):
-    """Tensors that accompany q, k and v are cut as they are."""
+    """Tensors that accompany q, k and v must be cut into the same phases."""
     q, grad_o, noise = (torch.randn(b, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     k, v = (torch.randn(b, hk, m, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     mask = torch.rand(b, m, device=DEVICE) > 0.3
@@ -444,11 +442,9 @@ def test_unsafe_operands_are_refused(change, message):
 
 
 def sampled(arguments, grad_o, rows, keys):
-    """o, z and grad_q of some rows, grad_k and grad_v of some keys, from the definition in float64; one head, causal, n = m.
-
-    The gradient of a key takes the output of every row. Those come from the linear algorithm of the PyTorch implementation in
-    float64, which must agree with the definition on the rows.
-    """
+    """Returns o, z and grad_q of some rows and grad_k and grad_v of some keys in float64, for one causal head with n = m. They
+    follow from the definition; but the gradient of a key needs the output of every row, which the linear algorithm of the
+    PyTorch implementation computes in float64 and which must agree with the definition on the rows."""
     q, k, v, grad_o = (x[0, 0].double() for x in (*arguments[:3], grad_o))
     scale, a0, a1, a2, p = arguments[9:14]
     positions = torch.arange(len(q), device=q.device)
@@ -507,7 +503,7 @@ def test_long_sequences(n, algorithm, modes, d, p):
 
 
 def on_a_late_stream(tensors, call):
-    """`call` of the tensors on a stream of its own, where they arrive late."""
+    """Runs `call` on a stream of its own, on which its tensors arrive late."""
     late = [torch.zeros_like(x) for x in tensors]
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -523,7 +519,7 @@ def on_a_late_stream(tensors, call):
 @by_algorithm
 @pytest.mark.parametrize("d", [64, 37], ids=["aligned", "padded"])
 def test_side_stream(d, algorithm):
-    """The work waits for its own stream, where the operands are late."""
+    """The operands arrive late on a stream of their own, and the kernels must wait for that stream."""
     arguments, grad_o = operands(size("", 300, d=d, dv=d, mask=True), "bf16", algorithm)
     expected = both(arguments, grad_o)
     actual = on_a_late_stream(arguments[:3], lambda *late: both((*late, *arguments[3:]), grad_o))
@@ -534,7 +530,7 @@ def test_side_stream(d, algorithm):
 @by_algorithm
 @by_mode
 def test_cuda_graph(mode, algorithm, precision):
-    """Forward and backward captured once, replayed on other inputs."""
+    """Forward and backward are captured once and replayed on other inputs."""
     case = in_mode(size("", 700, h=4, hk=2, mask=True, noise=True), mode)
     options = case.options | {"algorithm": algorithm}
     static, other = (verify.random_tensors(case, DEVICE, seed) for seed in (1, 2))
@@ -557,7 +553,7 @@ def test_cuda_graph(mode, algorithm, precision):
 @by_algorithm
 @by_mode
 def test_second_device(mode, algorithm):
-    """Tensors of a device that is not the current one."""
+    """The tensors are on a device that is not the current one."""
     case = in_mode(size("", 700, d=40, h=4, hk=2, mask=True, noise=True, algorithm=algorithm), mode)
     assert torch.cuda.current_device() == 0
     assert verify.check(case, "cuda:1", 5).wrong == []
@@ -618,7 +614,7 @@ def test_highest_and_high_are_two_arithmetics(p, algorithm):
 @by_algorithm
 @by_order
 def test_the_newer_precision_setting_is_obeyed(p, algorithm):
-    """`torch.backends.cuda.matmul.fp32_precision` says the same as `set_float32_matmul_precision`."""
+    """`torch.backends.cuda.matmul.fp32_precision` has the effect of `set_float32_matmul_precision`."""
     case = size("", 300, p=p, algorithm=algorithm)
     tensors = verify.random_tensors(case, DEVICE)
     expected = {}
@@ -639,7 +635,7 @@ def test_the_newer_precision_setting_is_obeyed(p, algorithm):
 @pytest.mark.parametrize("magnitude", [30.0, 200.0])
 @pytest.mark.parametrize("mode", ["fp16", "bf16"])
 def test_huge_scores(mode, magnitude, algorithm, precision):
-    """f(s) of 1e7 and of 1e11, sums beyond: far past float16, while every result is of ordinary size."""
+    """f(s) is 1e7 or 1e11 and sums are larger, far past float16, while every result has an ordinary size."""
     case = in_mode(size("", 300, magnitude=magnitude, temperature=1.0, algorithm=algorithm), mode)
     tensors = verify.random_tensors(case, DEVICE)
     plain = {name: value for name, value in case.options.items() if name != "algorithm"}
@@ -709,7 +705,8 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
 
 
 def peak_bytes(n, mode, algorithm, p):
-    """Of one forward and backward with 4 heads of 64, the operands included; and what q, k, v, o and the gradients take."""
+    """Returns the peak memory of a forward and backward with 4 heads of 64, operands included, and the size of q, k, v, o and
+    the gradients."""
     arguments, grad_o = operands(size("", n, b=1, h=4, p=p), mode, algorithm)
     both(arguments, grad_o)
     torch.cuda.synchronize()
@@ -725,12 +722,10 @@ def peak_bytes(n, mode, algorithm, p):
     "algorithm, p", [("linear", 2), ("linear", 1), ("quadratic", 2)], ids=["linear-p2", "linear-p1", "quadratic"]
 )
 def test_memory_is_linear_in_tokens(algorithm, p, mode, precision):
-    """What is needed beside q, k, v, o and the gradients: never an (n, m) tensor.
-
-    For p = 2 at most one state of d (1 + d + d (d + 1) / 2) numbers for every 256 tokens, at 8 bytes a number; for p = 1 half
-    of what the tensors take. Beside the states g = grad_o / z, a float a row, and for fp16 fp32 copies of q, k and v. For a
-    quadratic backward in one kernel sums of grad_q in fp32, a quarter of the tensors, grad_o / z, an eighth, and floats a row.
-    """
+    """Memory beside q, k, v, o and the gradients never includes an (n, m) tensor. For p = 2 it is at most one state of d (1 + d
+    + d (d + 1) / 2) numbers of 8 bytes per 256 tokens; for p = 1 half of what the tensors take. Beside the states there are g =
+    grad_o / z, a float per row, and for fp16 fp32 copies of q, k and v. A quadratic backward in one kernel needs sums of grad_q
+    in fp32, a quarter of the tensors, grad_o / z, an eighth, and floats per row."""
     n, d, heads = 65536, 64, 4
     (half, _), (whole, tensors) = (peak_bytes(tokens, mode, algorithm, p) for tokens in (n // 2, n))
     assert half < whole <= 2.1 * half
@@ -746,7 +741,7 @@ def test_memory_is_linear_in_tokens(algorithm, p, mode, precision):
 
 @lru_cache(maxsize=1)
 def a_state(d, dv, hk, p, dtype):
-    """The state after 40 tokens, float32 (float64 for float64 tokens)."""
+    """Returns the state after 40 tokens in float32 (float64 for float64 tokens)."""
     generator = torch.Generator(DEVICE).manual_seed(3)
     k, v = (torch.randn(3, hk, 40, x, generator=generator, device=DEVICE, dtype=torch.float64) for x in (d, dv))
     state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device=DEVICE, p=p, temperature=d**0.5)
@@ -757,11 +752,12 @@ def a_state(d, dv, hk, p, dtype):
 
 @pytest.mark.parametrize("d, dv", [(64, 64), (16, 16), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130)], ids=lambda x: str(x))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=lambda x: str(x)[6:])
-@pytest.mark.parametrize("fades", [False, True], ids=["", "decay"])
+@pytest.mark.parametrize("with_decay", [False, True], ids=["", "decay"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 @by_order
-def test_decode_step(p, masked, fades, dtype, d, dv):
-    """Against the PyTorch implementation in float64, with and without groups; the given state stays as it was."""
+def test_decode_step(p, masked, with_decay, dtype, d, dv):
+    """The step agrees with the PyTorch implementation in float64, with and without groups, and leaves the given state
+    unchanged."""
     if p == 1 and d == 1:
         pytest.skip("1 + s is not positive for one channel")
     for h, hk, layout in ((8, 2, verify.unaligned), (6, 3, torch.clone), (2, 2, verify.unaligned), (20, 1, torch.clone)):
@@ -769,7 +765,7 @@ def test_decode_step(p, masked, fades, dtype, d, dv):
         before = kv_state.clone(), k_sum.clone()
         q, k, v = (layout(torch.randn(3, heads, 1, x, device=DEVICE).to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
         mask = torch.tensor([[True], [False], [True]], device=DEVICE) if masked else None
-        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=kv_state.dtype, device=DEVICE) if fades else None
+        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=kv_state.dtype, device=DEVICE) if with_decay else None
         log_decay = None if log_decay is None else log_decay[:, None, None].expand(3, hk, 1)
         score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         verify.poison_free_memory(DEVICE)

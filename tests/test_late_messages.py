@@ -1,4 +1,4 @@
-"""Messages by way of the host, and attention that exchanges them: nothing is read before it has come, nor written while it is
+"""Messages through the host, and attention that exchanges them: nothing is read before it has arrived or written while it is
 sent."""
 
 from __future__ import annotations

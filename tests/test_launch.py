@@ -1,4 +1,4 @@
-"""csrc/core/launch.cu on the host, with a runtime of its own: what is asked for before a kernel is launched."""
+"""csrc/core/launch.cu on the host with a stand-in for the CUDA runtime: what it asks for before it launches a kernel."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Modules that `import fastmax` leaves out are there when they are first used."""
+"""Modules that `import fastmax` does not import are imported when they are first used."""
 
 import importlib.util
 import subprocess
@@ -31,7 +31,7 @@ INTEGRATION = "assert fastmax.integrations.transformers.configure.__module__ == 
 
 
 def test_a_module_is_imported_by_its_attribute():
-    """Modules are not imported earlier, which takes seconds. The integration says what it needs."""
+    """Importing them earlier would take seconds. The Hugging Face integration says which package it needs."""
     code = CODE + (INTEGRATION if importlib.util.find_spec("transformers") else "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

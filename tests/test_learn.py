@@ -1,4 +1,4 @@
-"""benchmarks.learn: every experiment in a tiny setting, and what makes its runs restart."""
+"""benchmarks.learn: every experiment in a tiny setting, and how interrupted runs continue."""
 
 import math
 import re
@@ -57,7 +57,7 @@ def place(text) -> runner.Place:
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """All settings of all experiments."""
+    """Replaces the settings of all experiments by tiny ones."""
     for module, setting in (
         (equal_steps, TINY),
         (equal_time, replace(TINY, seconds=0.05, steps=1000, rows=1000)),
@@ -232,7 +232,7 @@ def test_variants_of_one_seed_see_the_same_windows(text):
 
 
 def test_warm_up_at_equal_time_is_a_share_of_it():
-    """A warm-up counted in steps would be half of the training of the slowest variant."""
+    """A warm-up counted in steps would take half of the training of the slowest variant."""
     recipe = equal_time.LONG.recipe(runner.Place(CPU, Path(), False, False))
     assert recipe.seconds == equal_time.SECONDS
     rates = [language.training.learning_rate(recipe, step, 0.05) for step in (3, 60)]
@@ -339,7 +339,7 @@ def test_recall_states_every_answer_once(tokens, pairs):
 
 
 def test_recall_asks_by_a_power_law():
-    """The density falls with the distance, as p(i) ~ i^-0.99 does: half of it within the first sqrt(n)."""
+    """The density falls with the distance, p(i) ~ i^-0.99, so half of the questions are within the first sqrt(n)."""
     places = torch.cat([recall.make_batch(64, 256, 1, 64, CPU).places for _ in range(20)]).flatten()
     distances = (places - 2) // 2
     expected = torch.arange(1, 128, dtype=torch.float64) ** (recall.POWER - 1)
@@ -348,7 +348,7 @@ def test_recall_asks_by_a_power_law():
 
 
 def test_recall_does_not_show_the_answer():
-    """Neither is it the next token, nor does a logit depend on what comes after its place."""
+    """The answer is not the next token, and no logit depends on what comes after its position."""
     batch = recall.make_batch(4, 32, 4, 4096, CPU)
     after = batch.tokens.gather(1, (batch.places + 1).clamp(max=31))
     assert (after == batch.answers).float().mean() < 0.1
@@ -420,7 +420,8 @@ def test_needle_is_found_where_every_letter_is_right():
 
 
 def loss_rows(experiment: str) -> list[dict]:
-    """Of two seeds where seeds are compared: what the pages need, with numbers that follow from the names' order."""
+    """Returns the rows that the pages need, of two seeds if seeds are compared, with numbers that follow from the order of the
+    names."""
     found = []
     names = {"equal-steps": ("softmax", "p2_all"), "equal-time": ("softmax_sdpa", "p2_all")}
     for index, variant in enumerate(names.get(experiment, ("p2_all", "p2_without_rope"))):
@@ -539,7 +540,7 @@ def test_differences_are_those_of_the_seeds_that_both_have(tmp_path):
 
 
 def test_seconds_until_softmax_are_those_of_each_seed(tmp_path):
-    """Whatever order the seeds were done in, and where one was a step slower than the other."""
+    """The result does not depend on the order of the seeds, and one seed may be a step slower than the other."""
     found = loss_rows("equal-time")
     found = [row for seed in (2, 1) for row in found if row["seed"] == seed]
     last = next(row for row in found if row["variant"] == "softmax_sdpa" and row["measure"] == "val" and row["at"] == 2)

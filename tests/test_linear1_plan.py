@@ -1,5 +1,5 @@
-"""Passes of the linear kernels of order 1 (csrc/linear/order1/launch.cpp, with stand-ins for the kernels): every row is walked
-once, each segment starts from sums of all rows before it, and what is read and written lies in the workspace."""
+"""Passes of the linear kernels of order 1 (csrc/linear/order1/launch.cpp with stand-ins for the kernels). Every row is walked
+once, each segment starts from sums of all rows before it, and all reads and writes lie in the workspace."""
 
 import random
 import subprocess
@@ -109,7 +109,7 @@ FIELDS = [
 
 @pytest.fixture(scope="module")
 def plans():
-    """plans(calls): of each call what it covers, and its two workspaces and passes."""
+    """Returns a function of calls. For each call it gives what the call covers, its two workspaces and its passes."""
     probe = compile_probe(PROBE)
 
     def run(calls):
@@ -127,7 +127,7 @@ def pointer(text):
 
 
 def passes_of(lines):
-    """(name, numbers, what comes with the rows) of every pass."""
+    """Returns (name, numbers, tensors that accompany the rows) of every pass."""
     found = []
     for line in lines:
         name, *numbers = line.split()
@@ -141,7 +141,8 @@ def passes_of(lines):
 
 
 def check_problem(x, d, sm_count, hopper):
-    """Segments cover the rows of x; the parts up to part_before cover the rows of y before each segment, and no more."""
+    """Checks that segments cover the rows of x, and that the parts up to part_before cover exactly the rows of y before each
+    segment."""
     assert x["segment"] % 256 == 0 and x["boundary"] % 128 == 0 and x["part"] % 128 == 0
     assert (x["segments"] - 1) * x["segment"] < x["nx"] <= x["segments"] * x["segment"]
     assert x["segment"] % x["part"] == 0
@@ -205,7 +206,8 @@ def test_passes(plans):
 
 
 def test_what_is_cut(plans):
-    """64 heads: two blocks each, and no sums; 16 of 128: eight segments; more heads than half of the device: a block each."""
+    """64 heads have two blocks each and no sums; 16 heads of 128 have eight segments; more heads than half of the
+    multiprocessors have one block each."""
     calls = [
         (2, 32, 32, 16384, 16384, 64, 132, 1, 0, 0),
         (1, 16, 16, 65536, 65536, 128, 132, 1, 0, 0),

@@ -1,4 +1,4 @@
-"""Phases of the linear kernels (csrc/linear/order2/plan.h, compiled alone): each row once, in order, in bounded memory."""
+"""Phases of the linear kernels (csrc/linear/order2/plan.h, compiled alone) walk every row once, in order, in bounded memory."""
 
 import itertools
 import random
@@ -45,9 +45,10 @@ BF16, FP32 = 0, 3
 
 
 class Call(NamedTuple):
-    """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and
-    comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it; 3: the state alone is wanted; 4:
-    all snapshots are kept; 5: memory is saved where there are more than may be kept."""
+    """The arguments of a call in the order in which the probe reads them. reversed: the keys see the queries, as in the states
+    of grad_k and grad_v. carries: 1: a state goes in and comes out; 2: the walk ends before the last chunk, because nothing
+    reads the state after it; 3: only the state is wanted; 4: all snapshots are saved; 5: memory is saved if there are more
+    snapshots than may be saved."""
 
     b: int
     h: int
@@ -80,7 +81,7 @@ class Plan(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plan():
-    """Plans of calls: a function of a list of them."""
+    """Returns a function that makes the plans of a list of calls."""
     probe = compile_probe(PROBE)
 
     def run(calls):
@@ -99,8 +100,9 @@ def plan():
 
 
 def check_cover(call, plan):
-    """Every x row of every head in one phase; the phases of a state in order, each walking on from where the last one ended. A
-    carried state comes in before the first and goes out after the last, which ends behind the last row of y."""
+    """Checks that every x row of every head is in one phase, and that the phases of a state are in order, each starting where
+    the last one ended. A carried state enters before the first phase and leaves after the last, which ends behind the last row
+    of y."""
     rows = call.m if call.reversed else call.n
     first_begin = plan.boundary if call.carries else 0
     next_row, walked, stored = {}, {}, set()
@@ -141,7 +143,7 @@ def check_memory(call, plan):
 
 
 def test_what_the_issue_measured(plan):
-    """One chunk of all 1024 states was 2.2 GiB, and as many accumulators handed on 5 GiB."""
+    """A plan with one chunk of all 1024 states would take 2.2 GiB, and as many accumulators between phases 5 GiB."""
     call = Call(64, 16, 16, 2048, 2048, 128)
     for p in plan([call, call._replace(reversed=1)]):
         check_cover(call, p)
@@ -151,7 +153,8 @@ def test_what_the_issue_measured(plan):
 
 
 def test_few_states_are_cut_as_before(plan):
-    """In time alone, and into segments: which rows are added up together decides the bits of a result."""
+    """Few states are cut in time alone and into segments. The cuts decide which rows are added up together, and so the bits of
+    a result."""
     one, five = plan([Call(1, 1, 1, 420_000, 420_000, 128), Call(1, 5, 5, 90_000, 90_000, 128)])
     assert len(one.phases) == 2 and one.segments > 1 and [x[:4] for x in one.phases] == [(0, 1, 0, 1)] * 2
     assert len(five.phases) == 2 and five.segments == 1 and [x[:4] for x in five.phases] == [(0, 1, 0, 5)] * 2
@@ -162,7 +165,8 @@ def test_few_states_are_cut_as_before(plan):
 
 
 def test_long_walks_save_memory_where_they_are_asked_to(plan):
-    """A third of the snapshots at a time; walks of which all could be kept are cut as ever."""
+    """Such a walk has a third of the snapshots at a time. Walks whose snapshots can all be saved are cut as without the
+    request."""
     long = Call(1, 16, 16, 524_288, 524_288, 64, reversed=1, carries=1)
     short = long._replace(h=32, hk=32, n=65_536, m=65_536)
     plain, saving, short_plain, short_saving = plan([long, long._replace(carries=5), short, short._replace(carries=5)])
@@ -172,8 +176,8 @@ def test_long_walks_save_memory_where_they_are_asked_to(plan):
 
 
 def test_segments_fill_the_device(plan):
-    """While the first is walked others are summed: 16 states of 4 blocks take two thirds of the time of a walk, in three
-    segments."""
+    """While the first segment is walked, others are summed: 16 states of 4 blocks take two thirds of the time of a walk, in
+    three segments."""
     calls = {heads: Call(1, heads, heads, 65_536, 65_536, 64) for heads in (1, 4, 8, 16, 17, 33, 40)}
     assert [p.segments for p in plan(calls.values())] == [34, 9, 5, 3, 1, 1, 1]
     full = Call(1, 4, 4, 65_536, 65_536, 64, causal=0)
@@ -186,7 +190,8 @@ def test_one_chunk_without_a_state_takes_nothing(plan):
 
 
 def test_many_states(plan):
-    """More than a grid's second dimension, wide heads, both orders; and states that a phase has to share with time."""
+    """The calls have more states than the second dimension of a grid, wide heads, both orders, and states of which each phase
+    walks a part."""
     calls = [
         Call(70_000, 1, 1, 200, 600, 32, causal=1),
         Call(1, 70_000, 35_000, 200, 600, 64, causal=0, math=FP32),
@@ -202,8 +207,8 @@ def test_many_states(plan):
 
 
 def test_states_that_are_carried(plan):
-    """Accumulators of all of a phase's states go in and come out: many states are cut even where their snapshots fit. A chunk
-    more than the rows need, which may be a phase of its own; few rows are walked in vain."""
+    """Accumulators of all states of a phase enter and leave, so many states are cut even if their snapshots fit. There is a
+    chunk more than the rows need, which may be a phase of its own; few rows are walked without need."""
     calls = [
         Call(1, 32, 32, n, n, d, carries=1) for n in (1, 17, 255, 256, 257, 1025, 2049, 65_536) for d in (32, 64, 96, 128, 256)
     ]
@@ -221,18 +226,18 @@ def test_states_that_are_carried(plan):
     assert len(many.phases) > 40 and len(long.phases) > 1 and long.segments > 1
 
 
-def test_states_that_are_kept(plan):
-    """Of all chunks, wherever accumulators of all states fit; the plan's own slots are of one snapshot a state."""
+def test_saved_states(plan):
+    """States of all chunks are saved where the accumulators of all states fit; the plan itself has one snapshot per state."""
     calls = [Call(1, h, h, n, n, d) for h in (1, 32, 60) for n in (1, 256, 257, 65_536) for d in (32, 64, 128, 256)]
     calls += [call._replace(h=4 * call.h, reversed=1) for call in calls]
-    kept, not_kept = (plan([call._replace(carries=carries) for call in calls]) for carries in (4, 1))
-    for call, p, other in zip(calls, kept, not_kept, strict=True):
+    saved, not_saved = (plan([call._replace(carries=carries) for call in calls]) for carries in (4, 1))
+    for call, p, other in zip(calls, saved, not_saved, strict=True):
         check_cover(call._replace(carries=4), p)
         check_memory(call, p)
         assert (p.chunk, p.chunks) == (other.chunk, other.chunks)
         assert all(phase[9] == p.chunks for phase in p.phases)
         assert p.snapshots == p.snapshot * max(phase[1] * phase[3] for phase in p.phases)
-    (many,) = [p for call, p in zip(calls, kept, strict=True) if call == Call(1, 60, 60, 65_536, 65_536, 128)]
+    (many,) = [p for call, p in zip(calls, saved, strict=True) if call == Call(1, 60, 60, 65_536, 65_536, 128)]
     assert len(many.phases) == 3
 
 
@@ -266,7 +271,8 @@ def test_random_calls(plan):
 
 
 def test_hopper_states_are_shared_finely_where_that_is_faster():
-    """At head dim 64 by four blocks a state or by eight, on 132 multiprocessors: eight where the four leave as many idle."""
+    """At head dim 64, four or eight blocks share a state on 132 multiprocessors: eight if four per state would leave enough of
+    them idle."""
     text = """
 #include <cstdio>
 #include "linear/order2/sm90/snapshot.h"

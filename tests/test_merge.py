@@ -1,4 +1,4 @@
-"""`return_lse` of `fastmax_attention`, and `merge_attention`: attention over parts of the keys put together."""
+"""`return_lse` of `fastmax_attention`, and `merge_attention`, which merges attention over parts of the keys."""
 
 from functools import partial
 from itertools import pairwise
@@ -204,7 +204,8 @@ def test_slices_of_the_keys(custom, attention, bounds, device):
 @by_attention
 @by_gradient
 def test_disjoint_masks_under_a_causal_mask(custom, attention, decay, parts, device):
-    """Positions stay what they are, so decays, windows and the causal mask do too; some queries see no key of a part."""
+    """Masks do not move keys, so decays, windows and the causal mask are those of all keys. Some queries see no key of a
+    part."""
     inputs, grads = make(SMALL, torch.float64, device)
     if decay:
         inputs["log_decay"] = make_decay("-inf at places", 2, 2, 40, dtype=torch.float64, device=device)
@@ -219,7 +220,7 @@ def test_disjoint_masks_under_a_causal_mask(custom, attention, decay, parts, dev
 
 
 def test_queries_without_keys_in_any_part(device):
-    """Output 0, -inf and gradients of 0, not NaN."""
+    """They have output 0, lse -inf and gradients of 0, not NaN."""
     inputs, grads = make(SMALL, torch.float64, device)
     mask = torch.ones(SMALL.b, SMALL.m, dtype=torch.bool, device=device)
     mask[0] = False
@@ -251,7 +252,7 @@ def test_polynomial_and_softmax_merge_to_an_exact_window(device):
 
 
 def test_logarithms_of_hundreds(device):
-    """Sums of exp(+-500), out of float32's range, and of one part alone."""
+    """Sums of exp(+-500) are out of float32's range, also if there is only one part."""
     outputs = [torch.full((1, 1, 4, 2), float(value), device=device, requires_grad=True) for value in (1, 2)]
     lses = [torch.tensor([[[500.0, -500.0, -torch.inf, 500.0]]], device=device).requires_grad_(),
             torch.tensor([[[500.0, -500.0, -500.0, -500.0]]], device=device).requires_grad_()]  # fmt: skip
@@ -302,7 +303,7 @@ def test_merging_refuses(name):
 
 
 def test_one_part_is_copied(device):
-    """Writing into the result leaves the part alone; gradients pass."""
+    """A write into the result must not change the part, and gradients flow through the copy."""
     (output, _), (lse, _) = ([x.to(device).requires_grad_() for x in tensors] for tensors in parts())
     o, lse_of_o = merge_attention([output], [lse])
     assert torch.equal(o, output) and torch.equal(lse_of_o, lse)

@@ -1,4 +1,4 @@
-"""`torch.ops.fastmax.merge_`: global keys joined to local ones, in place; its kernel on CUDA."""
+"""`torch.ops.fastmax.merge_` merges global keys into local results in place; it has a kernel on CUDA."""
 
 import math
 
@@ -13,7 +13,7 @@ merge_ = torch.ops.fastmax.merge_.default
 
 
 def operands(device, b=2, h=4, n=37, dv=24, dtype=torch.float32, shift_heads=None):
-    """o, lse, o_global, z_global, shift: ordinary ones."""
+    """Returns o, lse, o_global, z_global and shift of ordinary size."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     o, o_global = (torch.randn(b, h, n, dv, device=device).to(dtype) for _ in range(2))
     lse, z_global = torch.randn(b, h, n, device=device, dtype=wide), 3.0 * torch.rand(b, h, n, device=device, dtype=wide) + 0.1
@@ -83,14 +83,14 @@ def one_row(device, lse, z_global, shift=None):
 
 
 def test_limits(device):
-    """Output, log of the sum, and the sum in units of the far weights."""
+    """The checked numbers are the output, the log of the sum, and the sum in units of the global weights."""
     inf = math.inf
     assert one_row(device, 0.5, 0.0) == (2.0, 0.5, 0.0), "no global keys"
     assert one_row(device, -inf, 0.0)[1:] == (-inf, 0.0), "no keys"
     assert one_row(device, -inf, 1.0) == (5.0, 0.0, 1.0), "no local keys"
     assert one_row(device, 300.0, 1.0) == (2.0, 300.0, inf), "local keys outweigh all"
     assert one_row(device, -300.0, 1.0) == (5.0, 0.0, 1.0), "global keys outweigh all"
-    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "global keys have faded to nothing"
+    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "global keys have decayed to nothing"
     assert one_row(device, -inf, 1.0, -5000.0) == (5.0, -5000.0, 1.0), "which is all that there is"
     both = ((2.0 + 3.0 * 5.0) / 4.0, -5000.0 + math.log(4.0), 4.0)
     assert one_row(device, -5000.0, 3.0, -5000.0) == pytest.approx(both, rel=1e-6)
@@ -181,7 +181,7 @@ def test_a_tensor_on_the_cpu_is_named():
 
 @pytest.mark.cuda
 def test_the_kernel_merges(monkeypatch):
-    """And PyTorch operations what it does not know: float64."""
+    """The kernel computes all dtypes that it covers, and PyTorch operations compute float64."""
     calls = []
     right = eager.merge_
     monkeypatch.setattr(eager, "merge_", lambda *given: calls.append(None) or right(*given))
@@ -194,7 +194,7 @@ def test_the_kernel_merges(monkeypatch):
 
 @pytest.mark.cuda
 def test_many_rows():
-    """More heads than a grid has in y, and strides beyond 2^31 elements."""
+    """There are more heads than the y dimension of a grid, and strides beyond 2^31 elements."""
     given = operands("cuda", b=300, h=300, n=3, dv=8, dtype=torch.bfloat16)
     exact = merged(*given)
     merge_(*given)

@@ -1,4 +1,4 @@
-"""Layers, DTensors and training over two GPUs, by NCCL, against one of them."""
+"""Layers, DTensors and training over two GPUs with NCCL, against one GPU."""
 
 import copy
 

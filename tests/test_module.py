@@ -28,7 +28,7 @@ def test_positional_order():
 
 @by_gradient
 def test_every_positional_argument_lands_where_it_should(custom, device):
-    """All fourteen by position, each different from its default, against the same by name."""
+    """All fourteen arguments are passed by position, each different from its default, and compared with the same by name."""
     inputs, _ = make_inputs(CASE, device=device)
     noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
     rpe = rpe_matrix_creator(CASE.n, CASE.d, device, structured=True)
@@ -46,7 +46,7 @@ def test_every_positional_argument_lands_where_it_should(custom, device):
 
 
 def test_defaults_are_those_of_the_contract(device):
-    """mask=False, dropout=0.0, normalize=False, temperature=1.0, a0=1.0, a1=1.0, a2=0.5, lim=1.0, p=2."""
+    """The defaults are mask=False, dropout=0.0, normalize=False, temperature=1.0, a0=1.0, a1=1.0, a2=0.5, lim=1.0, p=2."""
     inputs, _ = make_inputs(CASE, device=device)
     o = FASTMultiHeadAttention()(**inputs)
     spelled = FASTMultiHeadAttention()(*inputs.values(), None, None, False, 0.0, False, 1.0, 1.0, 1.0, 0.5, 1.0, 2)
@@ -90,7 +90,7 @@ def test_constructor_sets_defaults_and_forward_overrides(name, device):
 
 
 def test_falsy_values_override(device):
-    """0, 0.0 and False are values; only None means the module's."""
+    """0, 0.0 and False are values; only None stands for the module's own value."""
     inputs, _ = make_inputs(CASE, device=device)
     module = FASTMultiHeadAttention(mask=True, dropout=0.5, normalize=True, a1=0.3)
     o = module(**inputs, mask=False, dropout=0.0, normalize=False, a1=0.0)
@@ -188,7 +188,7 @@ def test_dimensions_are_refused_with_what_takes_their_place(arguments):
 
 
 def test_lim_is_for_calls_that_normalize(device):
-    """The constructor's waits for a call that normalizes; that of a call which does not is an error."""
+    """The constructor's lim applies when a call normalizes. A lim passed to a call that does not normalize is an error."""
     inputs, _ = make_inputs(CASE, device=device)
     module = FASTMultiHeadAttention(lim=0.5)
     assert torch.equal(module(**inputs, normalize="token"), fastmax_attention(**inputs, normalize="token", lim=0.5))

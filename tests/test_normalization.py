@@ -1,4 +1,4 @@
-"""Normalisation alone: both gradients against float64, what it keeps, its edges, and the operator that scales tokens."""
+"""Normalisation alone: both gradients against float64, what it saves, extreme inputs, and the operator that scales tokens."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2.5e-4, torc
 
 
 def normalize(x, kind, lim, custom=False, takes_part=None):
-    """x as the keys of a call."""
+    """Returns x normalized as the keys of a call."""
     return normalize_queries_and_keys(x.detach()[..., :1, :], x, kind, lim, custom, takes_part)[1]
 
 
@@ -25,7 +25,7 @@ def normalize(x, kind, lim, custom=False, takes_part=None):
 @pytest.mark.parametrize("lim", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 10.0])
 def test_against_float64(magnitude, lim, kind, dtype, custom, device):
-    """Token-major rows, some of them zero, one head all zero; at every `lim` some rows are short and some long."""
+    """Rows are token-major, some are zero, and one head is all zero. At every `lim` some rows are short and some long."""
     spread = torch.rand(2, 37, 3, 1, device=device) * 2 * magnitude
     x = (spread * torch.randn(2, 37, 3, 17, device=device)).to(dtype).transpose(1, 2)
     x[0, 0, 3], x[1, 1] = 0, 0
@@ -71,7 +71,8 @@ def test_short_rows_stay_bit_for_bit(custom, device):
 @by_gradient
 @by_dtype
 def test_rows_that_are_longest_together(dtype, custom, device):
-    """They share the factor's derivative, as the definition's maximum does. Rows of one bf16 number are often equally long."""
+    """Rows of equal length share the factor's derivative, as the definition's maximum does. In bf16 rows often have equal
+    lengths."""
     x = torch.tensor([3.0, -3.0, 1.0, 3.0], dtype=dtype, device=device).view(1, 1, 4, 1).requires_grad_()
     grad_o = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype, device=device).view(1, 1, 4, 1)
     (grad,) = torch.autograd.grad(normalize(x, "sequence", 1.0, custom), x, grad_o)
@@ -86,9 +87,9 @@ def test_custom_keeps_only_the_result(kind):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         o = normalize(x, kind, 1.0, True)
-    assert [kept.data_ptr() for kept in saved if kept.shape == o.shape] == [o.data_ptr()]
+    assert [x.data_ptr() for x in saved if x.shape == o.shape] == [o.data_ptr()]
     of_query = 9 * o[..., :1, 0].numel() if kind == "token" else 0  # beside the keys
-    assert sum(kept.numel() for kept in saved) <= o.numel() + 2 * o[..., 0].numel() + of_query
+    assert sum(x.numel() for x in saved) <= o.numel() + 2 * o[..., 0].numel() + of_query
 
 
 @by_kind
@@ -114,7 +115,7 @@ def test_no_rows(kind):
 @pytest.mark.parametrize("three_d", [False, True], ids=["4-d", "3-d"])
 @pytest.mark.parametrize("padding", [30.0, 3e3], ids=["longer", "far longer"])
 def test_rows_that_take_no_part(padding, three_d, dtype, custom, device):
-    """They count for nothing, come out as zeros and get no gradient; a head of theirs alone is zero throughout."""
+    """Masked rows do not count, become zeros and get no gradient. A head with only masked rows is zero."""
     x = torch.randn(3, 20, 2, 8, device=device)
     takes_part = torch.rand(3, 20, device=device) < 0.6
     takes_part[2] = False
@@ -161,7 +162,7 @@ def queries_and_keys(dtype=torch.float32, device="cpu", d=17):
 @pytest.mark.parametrize("three_d", [False, True], ids=["4-d", "3-d"])
 @pytest.mark.parametrize("wanted", ["q", "k", "qk"])
 def test_both_at_once(wanted, three_d, dtype, device):
-    """Gradients of one of them leave the other alone."""
+    """One call scales q and k. It may be differentiated by only one of them."""
     q, k = (x.flatten(0, 1) if three_d else x for x in queries_and_keys(dtype, device))
     grads = [torch.randn_like(x) for x in (q, k)]
     results = {}
@@ -177,7 +178,7 @@ def test_both_at_once(wanted, three_d, dtype, device):
 
 
 def test_factors_tell_which_rows_were_scaled(device):
-    """Also where a row is longer by so little that its factor rounds to 1."""
+    """Factors tell it even if a row is longer by so little that its factor rounds to 1."""
     x = torch.zeros(1, 1, 4, 2, device=device)
     x[0, 0, :, 0] = torch.tensor([1.0, 1.0 + 2**-23, 0.5, 2.0])
     o, _, factor, _ = torch.ops.fastmax.normalize_tokens(x, x, 1.0)
@@ -217,7 +218,7 @@ def test_compiled(kind, device):
 
 @torch_warns
 def test_the_operator_in_compiled_code(device):
-    """One graph, forward and backward, bit for bit."""
+    """Forward and backward are one graph and give the same bits."""
     q, k = queries_and_keys(device=device)
     results = []
     for run in (

@@ -1,8 +1,6 @@
-"""The CUDA kernels of `normalize="token"`: row by row against float64, in any layout, on poisoned memory.
-
-Rows of up to 8, 16, .. 256 numbers are of 1, 2, .. 32 lanes; aligned ones (16 bytes) are read by words, others by elements. A
-block has 256 lanes, which take rows in turns, of q or of k.
-"""
+"""The CUDA kernels of `normalize="token"`, row by row against float64, in any layout, on poisoned memory. Rows of up to 8, 16,
+.. 256 numbers are read by 1, 2, .. 32 lanes; rows aligned to 16 bytes by words, others by elements. A block has 256 lanes,
+which take turns at rows of q or of k."""
 
 import os
 import subprocess
@@ -47,14 +45,14 @@ by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def rows(*shape, dtype, lim=1.0):
-    """Some longer than lim, some shorter, some zero."""
+    """Returns rows of which some are longer than lim, some shorter, and some zero."""
     x = torch.randn(shape, device=DEVICE) * (2 * lim / shape[-1] ** 0.5) * torch.rand(*shape[:-1], 1, device=DEVICE)
     x = torch.where(torch.rand(*shape[:-1], 1, device=DEVICE) < 0.1, 0.0, x)
     return x.to(dtype)
 
 
 def assert_rows_are_near(actual, exact, scale, rounding):
-    """Each row, relative to `scale` (b, h, n)."""
+    """Checks the error of each row, relative to `scale` (b, h, n)."""
     floor = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps * actual.shape[-1] ** 0.5
     error = (actual.double() - exact).norm(dim=-1)
     # Written so that a NaN fails.
@@ -62,7 +60,7 @@ def assert_rows_are_near(actual, exact, scale, rounding):
 
 
 def check(q, k, lim=1.0):
-    """Both directions against float64."""
+    """Checks forward and backward against float64."""
     verify.poison_free_memory(DEVICE)
     *outputs, q_factor, k_factor = OPERATOR(q, k, lim)
     grads = [torch.randn_like(x) for x in (q, k)]
@@ -126,7 +124,7 @@ def test_layouts(d, layout, dtype):
     ids=str,
 )
 def test_numbers_of_rows(of_q, of_k, d):
-    """Of fewer rows than a block takes at once, with fewer and with more heads or tokens than that."""
+    """There are fewer rows than a block takes at once, or more, by heads or by tokens."""
     for layout in (torch.clone, token_major):
         check(*(layout(rows(*shape, d, dtype=torch.bfloat16)) for shape in (of_q, of_k)))
 
@@ -134,7 +132,7 @@ def test_numbers_of_rows(of_q, of_k, d):
 @by_dtype
 @by_layout
 def test_gradients_in_any_layout(layout, dtype):
-    """Of results as they are, and of copies that lie otherwise, factors included."""
+    """The gradients are of the results themselves and of copies in other layouts, factors included."""
     q, k = rows(2, 4, 65, 64, dtype=dtype), token_major(rows(2, 2, 129, 64, dtype=dtype))
     results = OPERATOR(q, k, 1.0)
     grads = [LAYOUTS[layout](torch.randn_like(x)) for x in (q, k)]
@@ -160,7 +158,7 @@ def test_gradient_of_one_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("lim", [1e-15, 1.0, 1e15])
 def test_neither_overflows_nor_underflows(lim, dtype):
-    """Elements down to the least denormal number and up to the largest, side by side."""
+    """Rows have elements down to the least denormal number and up to the largest, side by side."""
     sizes = torch.logspace(-44, 38.4, 700, dtype=torch.float64, device=DEVICE)
     x = (torch.rand(1, 2, 700, 64, dtype=torch.float64, device=DEVICE) * sizes[:, None]).to(dtype)
     o, _, factor, _ = OPERATOR(x, x, lim)
@@ -207,7 +205,7 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what):
 
 
 def test_debug_prints_the_kernels():
-    """The public function takes them, in the forward and in the backward."""
+    """The public function calls the kernels in the forward and in the backward."""
     code = """
 import torch, fastmax
 q = torch.rand(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -229,7 +227,7 @@ fastmax.fastmax_attention(q[..., 1:], k[..., 1:], k, normalize="token")
 @pytest.mark.parametrize("p", [1, 2])
 @by_dtype
 def test_attention_trains_as_with_pytorch_operations(dtype, p):
-    """Gradients through the scaling, by the operator and by autograd; grouped heads, keys that take no part."""
+    """Gradients through the scaling are equal by the operator and by autograd, with grouped heads and masked keys."""
     q, k, v = (
         4 * torch.randn(2, n, h, 64, device=DEVICE, dtype=dtype).transpose(1, 2) for n, h in ((300, 4), (317, 2), (317, 2))
     )
@@ -258,7 +256,7 @@ def test_cuda_graph():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_second_device():
-    """Tensors of a device that is not the current one."""
+    """The tensors are on a device that is not the current one."""
     q, k = rows(2, 3, 37, 64, dtype=torch.bfloat16), rows(2, 3, 50, 64, dtype=torch.bfloat16)
     expected = OPERATOR(q, k, 1.0)
     there = OPERATOR(q.to("cuda:1"), k.to("cuda:1"), 1.0)

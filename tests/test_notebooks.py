@@ -1,5 +1,5 @@
-"""Every notebook, executed from top to bottom, and what is stored of it: outputs that it still prints, and nothing of the
-machine that printed them."""
+"""Every notebook runs from top to bottom and prints its stored outputs again. Stored outputs contain nothing of the machine
+that printed them."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def figures(cell: dict) -> int:
 
 
 def same_text(left: str, right: str) -> bool:
-    """The same words, and the same numbers but for a digit's rounding."""
+    """Returns whether two texts have the same words, and the same numbers up to rounding of a digit."""
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (left, right)]
     return NUMBER.split(left) == NUMBER.split(right) and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=2e-4)
 

@@ -44,7 +44,7 @@ SQUARE = Case("", n=24, b=2, h=2, d=8)
 
 
 class Block(nn.Module):
-    """Projections around the attention, as in a model."""
+    """Projections around the attention, as a model has them."""
 
     def __init__(self, width=16, heads=2, **options):
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *, mask=False, noise=False, rpe=False,
                        p=2, causal=False, algorithm="auto"):  # fmt: skip
-    """Arguments of torch.ops.fastmax.forward with leaves that need a gradient, and grad_o."""
+    """Returns the arguments of torch.ops.fastmax.forward, leaves that need a gradient, and grad_o."""
     inputs, grad_o = make_inputs(case, dtype, device, layout)
     leaves = [x.requires_grad_() for x in inputs.values()]
     mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
@@ -108,15 +108,15 @@ def test_opcheck_backward(call, device):
     check_operator(torch.ops.fastmax.backward.default, arguments, traced=call in TRACED)
 
 
-def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
-    """(2, 3, m) of a token-major tensor, -inf at a share of the tokens."""
+def decays_with_resets(m, device, dtype=torch.float32, share=0.1):
+    """Returns token-major decays (2, 3, m), with -inf at a share of the tokens."""
     x = -torch.rand(2, m, 3, device=device).mT
     return torch.where(torch.rand_like(x) < share, -torch.inf, x).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
 def test_opcheck_finite_decay(dtype, device):
-    log_decay = decays_that_forget(50, device, dtype).requires_grad_()
+    log_decay = decays_with_resets(50, device, dtype).requires_grad_()
     for options in ((False, False), (True, True)):
         torch.library.opcheck(torch.ops.fastmax.finite_decay.default, (log_decay, *options))
 
@@ -124,9 +124,9 @@ def test_opcheck_finite_decay(dtype, device):
 @pytest.mark.parametrize("m", [1, 17, 2047, 2048, 2049, 9000])
 @pytest.mark.parametrize("share", [0.0, 1e-3, 1.0])
 def test_finite_decay(m, share, device):
-    """2048 is a tile of the kernel."""
+    """The kernel has tiles of 2048, so m is below, at and above that."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        log_decay = decays_that_forget(m, device, dtype, share)
+        log_decay = decays_with_resets(m, device, dtype, share)
         for continues in (False, True):
             finite, k_start = torch.ops.fastmax.finite_decay(log_decay, continues, False)
             resets = (log_decay == -torch.inf).cpu().numpy()
@@ -140,8 +140,8 @@ def test_finite_decay_refuses_by_name(device):
         torch.ops.fastmax.finite_decay(torch.zeros(4, 5, device=device), False, False)
 
 
-def test_the_gradient_of_a_decay_that_forgets_is_zero(device):
-    log_decay = decays_that_forget(300, device).requires_grad_()
+def test_the_gradient_of_a_reset_is_zero(device):
+    log_decay = decays_with_resets(300, device).requires_grad_()
     q, k, v = (torch.randn(2, 3, 300, 8, device=device) for _ in range(3))
     fastmax_attention(q, k, v, causal=True, log_decay=log_decay).square().sum().backward()
     resets = log_decay == -torch.inf
@@ -167,7 +167,8 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
 
 
 def test_one_head_whose_strides_tie_is_not_token_major(device):
-    """A view of one head may give it the stride of a token: outputs then lie as kernels and fake tensors agree."""
+    """A view of one head may have the strides of token-major memory too. Kernels and fake tensors must agree on the layout of
+    the output."""
     q = torch.randn(2, 5, 64, device=device).as_strided((2, 1, 5, 64), (320, 64, 64, 1))
     o = fastmax_attention(q, q, q)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -177,7 +178,7 @@ def test_one_head_whose_strides_tie_is_not_token_major(device):
 
 @by_algorithm
 def test_noise_of_another_dtype(algorithm, device):
-    """A direct call takes noise of any dtype, in the forward and the backward."""
+    """Direct calls accept noise of any dtype, in the forward and the backward."""
     (q, k, v, mask, noise, rpe, *rest), grad_o = operator_arguments(
         CASE, device, torch.bfloat16, noise=True, causal=True, algorithm=algorithm
     )
@@ -212,7 +213,7 @@ def test_denominators_have_a_gradient(algorithm, device):
 
 
 def test_second_output_without_keys(device):
-    """A sum of no weights, and its logarithm."""
+    """A query without keys has a sum of weights of 0, whose log is -inf."""
     q, k = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 3, 0, 8, device=device)
     o, z = torch.ops.fastmax.forward(q, k, k, *[None] * 6, 0.5, 1.0, 1.0, 0.5, 2, False, 0.0, "auto", False)
     assert o.shape == q.shape and not o.any() and z.shape == q.shape[:3] and not z.any()
@@ -225,7 +226,7 @@ def test_second_output_without_keys(device):
 
 @pytest.mark.parametrize("option", ["normalize=True", "everything"])
 def test_compile_options(option, device, fresh_dynamo):
-    """One graph, no break, the same numbers: the traced program alone, run by aot_eager."""
+    """The call is one graph without a break and gives the same numbers. aot_eager runs the traced program alone."""
     inputs, grad_o = make_inputs(CASE, device=device)
     options = make_options(option, CASE, device=device) | {"causal": True}
     compiled = torch.compile(fastmax_attention, fullgraph=True, backend="aot_eager")
@@ -255,7 +256,7 @@ def test_compile_dynamic_is_one_graph_for_all_lengths(causal, device, fresh_dyna
 
 @torch_warns
 def test_compile_inductor(device, fresh_dynamo):
-    """A model's block through the real compiler, forward and backward, at two lengths."""
+    """A model's block is compiled by Inductor, forward and backward, at two lengths."""
     block = Block(mask=True, normalize="token", temperature=2.0).to(device)
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
     for n in (20, 130):
@@ -298,7 +299,8 @@ def test_autocast(dtype, custom, device):
 @by_causal
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
 def test_autocast_reaches_no_operator(dtype, causal, algorithm, device):
-    """Called themselves and inside autocast, forward and backward work in the dtypes that they were given: the same bits."""
+    """Operators that are called directly inside autocast, forward and backward, use the dtypes of their arguments and give the
+    same bits."""
     case = Case("", n=CHUNK + 13, h=4, hk=2, d=8)
     (q, k, v, *rest), grad_o = operator_arguments(
         case, device, dtype, mask=True, noise=True, causal=causal, algorithm=algorithm
@@ -318,7 +320,7 @@ def test_autocast_reaches_no_operator(dtype, causal, algorithm, device):
 @by_algorithm
 @by_causal
 def test_autocast_around_the_backward(causal, algorithm, device):
-    """A whole training step may stand inside autocast."""
+    """The backward may run inside autocast too."""
     inputs, grad_o = make_inputs(Case("", n=CHUNK + 13, h=4, hk=2, d=8), torch.bfloat16, device)
     attention = partial(fastmax_attention, causal=causal, algorithm=algorithm)
     expected = run(attention, inputs, grad_o)
@@ -331,7 +333,7 @@ def test_autocast_around_the_backward(causal, algorithm, device):
 @by_gradient
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
 def test_autocast_casts_rpe_matrix_and_noise(dtype, custom, device):
-    """A float32 matrix and float32 noise beside q of either dtype, with gradients of the leaves' own dtypes."""
+    """A float32 matrix and float32 noise accompany q of either dtype, and gradients have the dtypes of the leaves."""
     inputs, grad_o = make_inputs(CASE, dtype, device)
     inputs["rpe_matrix"] = 0.2 * torch.randn(CASE.n + CASE.m - 1, CASE.d, device=device)
     noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
@@ -400,7 +402,7 @@ def test_activation_checkpointing(dropout, reentrant, custom, device):
 
 @pytest.mark.parametrize("option", ["defaults", "sinusoidal", "normalize=token"])
 def test_checkpoint_that_ends_with_the_attention(option, device):
-    """The attention's backward is the first to ask for what was saved: what is before it is recorded again then."""
+    """The attention's backward is then the first to ask for saved tensors, and the forward is recorded again at that time."""
     inputs, grad_o = make_inputs(SQUARE, device=device)
 
     def attention(q, k, v):
@@ -450,7 +452,8 @@ def train_half_a_batch(group, x, state):
 
 
 def test_ddp():
-    """Two gloo processes with half the batch each get the gradients of one process with all of it, whoever computes."""
+    """Two gloo processes with half of the batch each get the gradients of one process with all of it, on both sides of the
+    toggle."""
     block = Block(mask=True)
     x = torch.randn(4, 20, 16)
     block(x).square().mean().backward()
@@ -540,8 +543,8 @@ def test_memory_is_linear_in_tokens(algorithm, p, causal, custom):
 
 
 def test_live_states_grow_with_the_root_of_the_chunks(monkeypatch):
-    """Recorded by autograd: of 200 chunks of keys, 15 states between blocks of chunks and 15 within a block, and the features
-    of one chunk."""
+    """Autograd records 200 chunks of keys. It holds 15 states between blocks of chunks, 15 within a block, and the features of
+    one chunk."""
     chunk = 16
     monkeypatch.setattr(eager.planner, "plan_linear", lambda device, heads, *rest: LinearPlan(chunk, 1, heads))
     inputs, grad_o = make_inputs(Case("", n=1, m=200 * chunk, h=1, d=128, dv=4))

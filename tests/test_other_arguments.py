@@ -1,4 +1,4 @@
-"""Names by which other libraries pass arguments: refused, with what takes their place."""
+"""Argument names of other libraries are refused, with a message that names what to use in their place."""
 
 import inspect
 import re

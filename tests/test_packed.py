@@ -1,4 +1,4 @@
-"""`cu_seqlens`: sequences end to end in a batch of one, against the sequences one by one and against the definition."""
+"""`cu_seqlens`: sequences packed end to end in a batch of one, against each sequence alone and against the definition."""
 
 import math
 import warnings
@@ -77,7 +77,8 @@ def make(lengths, dtype=torch.float32, device="cpu", h=2, hk=1, d=6, dv=5):
 
 
 def one_by_one(attention, inputs, grads, lengths, **by_token):
-    """Outputs and gradients of each sequence by itself, end to end; `by_token` are options with a dimension 2 of tokens."""
+    """Returns outputs and gradients of each sequence alone, joined end to end. `by_token` are options with a dimension 2 of
+    tokens."""
     results = []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         if begin == end:
@@ -138,7 +139,7 @@ def test_with_padding_and_noise(custom, way, device):
 @pytest.mark.parametrize("way", [way for way in WAYS if "flash" not in way and "p=1" not in way])
 @by_gradient
 def test_options_take_each_sequence_on_its_own(custom, way, option, device):
-    """One sequence's longest row scales no other."""
+    """Options apply to each sequence alone: the longest row of one sequence scales no other."""
     inputs, grads = make(SHORT, torch.float64, device)
     inputs["k"] = inputs["k"] * torch.linspace(1.0, 3.0, sum(SHORT), device=device)[:, None]
     options = make_options(option, Case("", n=sum(SHORT)), torch.float64, device)
@@ -159,7 +160,7 @@ def test_normalize_of_each_sequence_leaves_out_its_masked_keys(custom, causal, d
 
 
 def test_a_sequence_that_begins_late(device):
-    """Its sinusoids and its longest row are as they would be without what is before it."""
+    """Its sinusoids and the scale by its longest row do not depend on the tokens before it."""
     lengths = (3000, 20)
     inputs, grads = make(lengths, torch.float32, device, h=1)
     for options in ({"rpe_matrix": "sinusoidal", "temperature": 4.0}, {"normalize": "sequence", "lim": 0.7}):
@@ -246,7 +247,8 @@ def test_minus_infinity_at_first_tokens_is_packing(custom, way, device):
 @by_gradient
 @pytest.mark.parametrize("huge", [0, 1, 2])
 def test_large_numbers_in_one_sequence_do_not_reach_the_others(huge, custom, way, device):
-    """Whatever a sequence holds, as long as it is finite: nothing is added that is taken off again."""
+    """Finite numbers of one sequence have no effect on others, because they are never added to and subtracted from a common
+    sum."""
     lengths = (30, CHUNK + 10, 25)
     inputs, grads = make(lengths, device=device)
     attention = partial(WAYS[way], use_custom_gradient=custom, cu_seqlens=bounds(lengths, device))
@@ -282,7 +284,7 @@ def test_no_tokens(device):
 
 @by_way
 def test_three_dimensions(way, device):
-    """The heads of one batch entry."""
+    """3-d tensors are the heads of one batch entry."""
     inputs, grads = make(SHORT, device=device)
     attention = partial(WAYS[way], cu_seqlens=bounds(SHORT, device))
     flat = run(attention, {name: x.flatten(0, 1) for name, x in inputs.items()}, tuple(x.flatten(0, 1) for x in grads))
@@ -317,7 +319,7 @@ def test_values_are_not_copied_to_the_host(way):
 
 
 def first_keys(lengths, device):
-    """(1, 1, n) -> expanded over two kv heads, with a stride of 0."""
+    """Returns first and last keys (1, 1, n), expanded over two kv heads with stride 0."""
     starts = [begin for begin, end in pairwise(accumulate(lengths, initial=0)) for _ in range(end - begin)]
     ends = [end for begin, end in pairwise(accumulate(lengths, initial=0)) for _ in range(end - begin)]
     return tuple(torch.tensor(x, dtype=torch.int32, device=device).expand(1, 2, -1) for x in (starts, ends))
@@ -348,7 +350,7 @@ def test_compile_normalize_of_each_sequence(device, fresh_dynamo):
 
 @pytest.mark.parametrize("way", ["causal, linear"])
 def test_compile_dynamic_is_one_graph_for_all_lengths(way, device, fresh_dynamo):
-    """Whatever the number of tokens and of sequences."""
+    """One graph serves any number of tokens and of sequences."""
 
     def of_length(n):
         lengths = (n // 3, 2, n - n // 3 - 2) if n < 100 else (n // 4, 0, n // 4, n - 2 * (n // 4))

@@ -33,7 +33,7 @@ by_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "ful
 
 
 def bounds(lengths, causal, hk=2):
-    """k_start and k_end of packed sequences, the latter only where not causal; expanded, as the operators take them."""
+    """Returns k_start, and k_end if not causal, of packed sequences, expanded over the heads."""
     ends = torch.tensor(lengths, device=DEVICE).cumsum(0)
     sizes = torch.tensor(lengths, device=DEVICE)
     first, end = (x.repeat_interleave(sizes).to(torch.int32).expand(2, hk, -1) for x in (ends - sizes, ends))
@@ -41,7 +41,7 @@ def bounds(lengths, causal, hk=2):
 
 
 def of_fastmax(lengths, mode, causal, d=64, p=2, h=4, hk=2, mask=False, noise=False, bound=None):
-    """Arguments of torch.ops.fastmax.forward, and grad_o."""
+    """Returns the arguments of torch.ops.fastmax.forward, and grad_o."""
     n = sum(lengths)
     case = fastmax_kernels.size("", n, d=d, h=h, hk=hk, p=p, causal=causal, mask=mask, noise=noise)
     arguments, grad_o = fastmax_kernels.operands(case, mode, "quadratic")
@@ -118,7 +118,7 @@ def test_fastmax_head_dims(d, p, mode, precision):  # noqa: F811
 @by_mode
 @pytest.mark.parametrize("n, m", [(300, 300), (70, 333), (1, 200)])
 def test_bounds_that_differ_from_head_to_head(n, m, mode, precision):  # noqa: F811
-    """Decays of -inf make such bounds: any strides, and queries at the end of the keys."""
+    """Resets make such bounds. They have any strides, and the queries are at the end of the keys."""
     case = fastmax_kernels.size("", n, m, h=6, hk=3)
     arguments, grad_o = fastmax_kernels.operands(case, mode, "quadratic")
     position = torch.arange(n, device=DEVICE) + m - n
@@ -130,7 +130,7 @@ def test_bounds_that_differ_from_head_to_head(n, m, mode, precision):  # noqa: F
 
 @by_mode
 def test_queries_without_keys(mode, precision):  # noqa: F811
-    """Bounds that leave nothing, beyond the keys too: zeros, and no gradient."""
+    """Bounds that leave no key, also bounds beyond the keys, give zeros and no gradient."""
     arguments, grad_o = of_fastmax([200], mode, False)
     first = torch.arange(200, device=DEVICE, dtype=torch.int32).expand(2, 2, 200)
     for end in (first, first - 10, first.clamp(max=50)):
@@ -206,7 +206,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(kernels_alone):
 @by_mode
 @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 def test_every_kernel_at_small_sizes(d, mode, precision):  # noqa: F811
-    """Without a reference, to run under compute-sanitizer."""
+    """This test has no reference. It is run under compute-sanitizer."""
     for causal in (True, False):
         results = both(*of_fastmax([17, 1, 40, 90], mode, causal, d, h=2, hk=1, noise=True), None)
         results += flash.both(*of_softmax([17, 1, 40, 90], mode, causal, d, h=2, hk=1))

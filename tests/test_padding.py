@@ -1,4 +1,4 @@
-"""Padding masks on the quadratic CUDA kernels, which treat tiles of keys that are all kept, all dropped and mixed apart."""
+"""Padding masks on the quadratic CUDA kernels, which treat fully visible, fully masked and mixed tiles of keys differently."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ by_head_dim = pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 
 
 def patterns(m):
-    """(entries, m): a batch entry for each way in which tiles of 16 to 128 keys can be kept or dropped."""
+    """Returns masks (entries, m), one entry for each way in which tiles of 16 to 128 keys can be visible or masked."""
     key = torch.arange(m)
     tile = key // 64
     rows = [
@@ -50,7 +50,7 @@ def case_and_tensors(n, m, d, mode, softmax, causal, seed=0):
 
 
 def results(case, tensors, mask):
-    """Output, log-sum-exp and gradients of the kernels, on poisoned memory."""
+    """Returns output, log-sum-exp and gradients of the kernels, on poisoned memory."""
     options = {**case.options, "use_custom_gradient": True}
     tensors = tensors if mask is None else tensors | {"attention_mask": mask}
     return verify.run(verify.implementation(case.softmax), tensors, options, poison=True)
@@ -67,7 +67,7 @@ def assert_equal(actual, expected):
 @by_head_dim
 @pytest.mark.parametrize("n, m", [(500, 500), (70, 517)], ids=["n = m", "n < m"])
 def test_every_pattern_against_float64(n, m, d, mode, causal, softmax, precision):  # noqa: F811
-    """Entry by entry, so that a wrong one cannot hide among the others."""
+    """Entries are compared one by one, so that the error of one is not averaged with the others."""
     case, tensors = case_and_tensors(n, m, d, mode, softmax, causal)
     masks = patterns(m)
     got = results(case, tensors, masks)
@@ -87,7 +87,7 @@ def test_every_pattern_against_float64(n, m, d, mode, causal, softmax, precision
 @by_mode
 @by_head_dim
 def test_a_mask_that_keeps_every_key_changes_nothing(d, mode, causal, softmax, precision):  # noqa: F811
-    """Bit for bit: tiles that are all kept take the same path."""
+    """Fully visible tiles take the path without a mask, so the bits are the same."""
     case, tensors = case_and_tensors(300, 333, d, mode, softmax, causal)
     assert_equal(results(case, tensors, torch.ones_like(patterns(333))), results(case, tensors, None))
 
@@ -97,7 +97,7 @@ def test_a_mask_that_keeps_every_key_changes_nothing(d, mode, causal, softmax, p
 @by_mode
 @by_head_dim
 def test_dropped_keys_leave_no_trace(d, mode, causal, softmax, precision):  # noqa: F811
-    """Other keys and values where the mask drops them: the same bits, and gradient 0 there."""
+    """Other keys and values at masked positions give the same bits, and their gradient is 0."""
     case, tensors = case_and_tensors(300, 517, d, mode, softmax, causal)
     mask = patterns(517)
     dropped = ~mask[:, None, :, None]
@@ -114,7 +114,7 @@ def test_dropped_keys_leave_no_trace(d, mode, causal, softmax, precision):  # no
 @by_head_dim
 @pytest.mark.parametrize("kept", [1, 63, 64, 65, 128, 200, 256])
 def test_padding_behind_is_a_shorter_sequence(kept, d, mode, softmax, precision):  # noqa: F811
-    """Bit for bit: what is not walked over added zeros."""
+    """Skipped tiles would only have added zeros, so the bits are those of the shorter sequence."""
     case, tensors = case_and_tensors(150, 400, d, mode, softmax, causal=False)
     mask = (torch.arange(400, device=DEVICE) < kept).expand(case.batch, -1)
     short = tensors | {name: tensors[name][:, :, :kept].contiguous() for name in "kv"}
@@ -125,7 +125,7 @@ def test_padding_behind_is_a_shorter_sequence(kept, d, mode, softmax, precision)
 
 @by_attention
 def test_a_mask_row_at_any_address(softmax):
-    """Masks are read by the byte: rows may start anywhere."""
+    """Masks are read by bytes, so rows may start at any address."""
     case, tensors = case_and_tensors(130, 333, 64, "bf16", softmax, causal=True)
     mask = patterns(333)
     wide = torch.zeros(len(mask), 400, dtype=torch.bool, device=DEVICE)

@@ -1,4 +1,5 @@
-"""Models divided among ranks: heads (`TensorParallel`, `parallelize_module`), weights (`fully_shard`), against one process."""
+"""Models that are divided among ranks by heads (`TensorParallel`, `parallelize_module`) or weights (`fully_shard`), against one
+process."""
 
 import copy
 
@@ -38,7 +39,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def compare(model: nn.Module, parallel: nn.Module, x: Tensor, ranks_x: Tensor | None = None) -> None:
-    """Outputs, gradients of x and of the weights, and the names and values of weights."""
+    """Compares outputs, gradients of x and of the weights, and the names and values of weights."""
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [module(leaf) for module, leaf in zip((model, parallel), leaves, strict=True)]
     assert_close(*outputs, **EXACT)
@@ -97,7 +98,8 @@ def test_compiled_layers():
 
 
 class Attention(nn.Module):
-    """Projections of their own for q, k and v, as in Hugging Face's decoders: the number of heads is what comes."""
+    """Attention with separate projections for q, k and v, as in Hugging Face's decoders. The number of heads follows from their
+    size."""
 
     def __init__(self):
         super().__init__()

@@ -64,7 +64,7 @@ AUTO = {
 @by_gradient
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_takes_the_planned_algorithm(name, custom, monkeypatch):
-    """Forwards and backwards, with the call's own order, group and sizes."""
+    """Forward and backward take the algorithm that is planned for the call's order, group and sizes."""
     case, options, expected = AUTO[name]
     ran = []
 
@@ -82,7 +82,7 @@ def test_auto_takes_the_planned_algorithm(name, custom, monkeypatch):
 
 
 def test_block_sizes():
-    """Many heads share a block, a wide state leaves room for few; a group of queries counts as many rows."""
+    """Many heads share a block, a wide state leaves space for few, and a group of queries counts as many rows."""
     assert plan_linear(CPU, heads=1, group=1, d=64, dv=64, order=2) == (426, 2, 1)
     assert plan_linear(CPU, heads=512, group=1, d=64, dv=64, order=2) == (426, 1, 2)
     assert plan_linear(CPU, heads=512, group=8, d=64, dv=64, order=2) == (64, 1, 2)
@@ -96,7 +96,7 @@ def test_block_sizes():
 @by_algorithm
 @pytest.mark.parametrize("b, h, causal", [(32, 8, True), (4, 64, False)], ids=["batch", "heads"])
 def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
-    """They are handled in groups, whose largest temporary keeps to the budget of 2^22 elements."""
+    """Heads are computed in groups, whose largest temporary stays within the budget of 2^22 elements."""
     case = Case("", n=256, b=b, h=h, d=4) if algorithm == "quadratic" else Case("", n=16, b=b // 2, h=h, d=64)
     inputs, grad_o = make_inputs(case)
     with Memory() as memory:
@@ -110,7 +110,7 @@ def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
 @by_causal
 @pytest.mark.parametrize("b, h, hk", [(20, 2, 1), (3, 6, 6)], ids=["batch", "heads"])
 def test_a_padded_batch_in_several_groups(b, h, hk, causal, custom, algorithm, monkeypatch):
-    """Each group has its own heads' part of every tensor, mask and noise too."""
+    """Each group gets its own heads' part of every tensor, of the mask and noise too."""
     monkeypatch.setattr(eager.planner, "plan_linear", lambda *args: LinearPlan(16, 2, 2))
     monkeypatch.setattr(eager.planner, "plan_quadratic", lambda *args: QuadraticPlan(16, 16, 2))
     case = Case("groups", n=40, m=45, b=b, h=h, hk=hk, d=5, dv=3)

@@ -14,7 +14,8 @@ from fastmax.testing.reference import sinusoidal_rows
 @pytest.mark.parametrize("n", [1, 2, 17])
 @pytest.mark.parametrize("d", [1, 2, 5, 16])
 def test_structured_rows_are_the_sinusoids(n, d):
-    """`sin(t w_f), cos(t w_f)` interleaved, t from the farthest past to the farthest future, `w_f = 10000^(-2f/d)`."""
+    """Rows are `sin(t w_f), cos(t w_f)` interleaved, for t from the farthest past to the farthest future, `w_f =
+    10000^(-2f/d)`."""
     rows = rpe_matrix_creator(n, d, dtype=torch.float64, structured=True)
     assert rows.shape == (2 * n - 1, d)
     torch.testing.assert_close(rows, sinusoidal_rows(n, n, d), rtol=0.0, atol=1e-13)
@@ -52,7 +53,7 @@ def test_not_zero_is_standard_normal():
 
 
 def test_structured_rows_stay_exact_far_away():
-    """Distances in the hundred thousands lose nothing to fp32 angles."""
+    """At distances of hundred thousands, fp32 angles would lose digits."""
     n = 200_000
     row = rpe_matrix_creator(n, 2, structured=True)[0]
     t = torch.tensor(float(n - 1), dtype=torch.float64)
@@ -61,7 +62,8 @@ def test_structured_rows_stay_exact_far_away():
 
 @pytest.mark.parametrize("d", [4, 7], ids=["even", "odd"])
 def test_appended_channels_stay_exact_far_away(d, device):
-    """At position 5,000,000, where a fp32 angle is off by a quarter: the channels of keys, and `q . r_(i-j)` of the product."""
+    """At position 5,000,000 an fp32 angle is off by a quarter. The channels of keys and their products `q . r_(i-j)` must still
+    be exact."""
     first, n = 5_000_000, 3
     q, k = torch.randn(1, 1, n, d, device=device), torch.randn(1, 1, n, d, device=device)
     appended_q = append_sinusoidal_query(q, token_positions(first + 2, n, q.device))
@@ -103,7 +105,7 @@ def test_zero_matrix_changes_nothing(custom, device):
 
 @pytest.mark.parametrize("row, i, j", [(0, 4, 0), (4, 0, 0), (4, 3, 3), (8, 0, 4), (6, 1, 3)])
 def test_which_row_meets_which_pair(row, i, j, device):
-    """A matrix that is zero but for one row moves exactly the scores of the pairs with `j - i + n - 1 == row`."""
+    """A matrix with only one nonzero row changes exactly the scores of the pairs with `j - i + n - 1 == row`."""
     n, d = 5, 3
     q = torch.ones(1, 1, n, d, dtype=torch.float64, device=device)
     k = torch.zeros(1, 1, n, d, dtype=torch.float64, device=device)
@@ -119,7 +121,8 @@ def test_which_row_meets_which_pair(row, i, j, device):
 
 @pytest.mark.parametrize("positions", ["shift", "distance"])
 def test_sinusoidal_depends_on_distance_alone(positions, device):
-    """Constant q and k: the weight of a key depends on how far it is, not on where, for any number of keys before."""
+    """With constant q and k, the weight of a key depends on its distance and not on its position, for any number of earlier
+    keys."""
     n, m, d = 6, 40, 8
     q = torch.full((1, 1, n, d), 0.3, dtype=torch.float64, device=device)
     k = torch.full((1, 1, m, d), 0.2, dtype=torch.float64, device=device)

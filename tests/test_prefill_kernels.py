@@ -1,8 +1,6 @@
 """`prefill` on the CUDA kernels: outputs, states and gradients against float64 on poisoned memory, from states of some tokens.
-
-Sizes name the path they take, as in tests/test_kernels.py: chunks of 256 (head dim <= 64) to 2048 tokens, few states whose walk
-is cut into segments, many states that share the memory of accumulators one group after the other, snapshots past 832 MiB.
-"""
+Sizes are chosen by path, as in tests/test_kernels.py: chunks of 256 (head dim <= 64) to 2048 tokens, few states whose walk is
+cut into segments, many states that use the memory of accumulators in groups, snapshots past 832 MiB."""
 
 from itertools import product
 from typing import NamedTuple
@@ -73,7 +71,7 @@ def in_layout(x, layout):
 
 
 def a_state(case, generator):
-    """Sums over 40 tokens, as float32."""
+    """Returns sums over 40 tokens in float32."""
     k, v = (torch.randn(case.b, case.hk, 40, x, generator=generator, device=DEVICE) for x in (case.d, case.dv or case.d))
     features = [k.new_ones(*k.shape[:3], 1), k]
     if case.p == 2:
@@ -121,7 +119,7 @@ def rounding(mode):
 
 
 def check(given, mode):
-    """Against float64; what comes in stays as it was, and again gives the same bits."""
+    """Checks results against float64, that arguments are unchanged, and that a repetition gives the same bits."""
     before = [x.clone() for x in given[6:8]]
     verify.poison_free_memory(DEVICE)
     actual = torch.ops.fastmax.prefill(*given)
@@ -156,7 +154,7 @@ def test_decays(d, n, decay, mode, precision):  # noqa: F811
 
 
 def test_bounds_without_a_decay():
-    """A sequence that begins at a token, and a state that no query sees."""
+    """In each head a sequence begins at another token, and queries from there on do not see the state."""
     given = list(arguments(Case(700), "bf16"))
     begin = torch.tensor([0, 600, 256, 300], device=DEVICE, dtype=torch.int32).view(2, 2, 1)
     token = torch.arange(700, device=DEVICE)
@@ -166,7 +164,7 @@ def test_bounds_without_a_decay():
 
 @by_mode
 def test_a_forgotten_state_is_not_read(mode, precision):  # noqa: F811
-    """Whatever is in it: a decay of -inf at the first token leaves nothing, not a NaN."""
+    """A reset at the first token hides the state, so a NaN in it must have no effect."""
     given = list(arguments(Case(600, decay="-inf at the first token"), mode))
     expected = torch.ops.fastmax.prefill(*given)
     given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
@@ -174,7 +172,8 @@ def test_a_forgotten_state_is_not_read(mode, precision):  # noqa: F811
 
 
 def test_states_of_one_column_and_of_all():
-    """Each number of a state in its place: one token of a few columns, after a state of numbers that are all different."""
+    """The numbers of the state all differ, and one token changes a few columns, so that a number in the wrong place is
+    noticed."""
     for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
         for mode, p in product(("bf16", "fp32"), (1, 2)):
             given = list(arguments(Case(1, d, dv, b=1, h=2, hk=2, p=p), mode))
@@ -188,7 +187,7 @@ def test_states_of_one_column_and_of_all():
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
 @pytest.mark.parametrize("d, h, n, p", [(256, 3, 36_000, 2), (128, 8, 47_000, 2), (256, 9, 36_000, 1)])
 def test_phases(d, h, n, p, decay):
-    """Snapshots of more than 832 MiB: in pieces, between which the accumulators stay."""
+    """Snapshots of more than 832 MiB are made in phases. The accumulators must survive from one phase to the next."""
     check(arguments(Case(n, d, b=1, h=h, hk=h, decay=decay, p=p), "bf16"), "bf16")
 
 
@@ -196,7 +195,7 @@ def test_phases(d, h, n, p, decay):
 @pytest.mark.parametrize("decay", [None, "-inf at places"], ids=["", "decay"])
 @pytest.mark.parametrize("sizes", [(300, 1, 1, 17, 400), (1, 256, 1, 0, 600), (5,) * 20, (256, 256, 255, 1)], ids=str)
 def test_any_split_equals_one_call(sizes, decay, mode, precision):  # noqa: F811
-    """And the definition: prefills and steps, one after the other."""
+    """Prefills and steps in turn equal one call and the definition."""
     case = Case(sum(sizes), d=64, decay=decay, mask=True)
     dtype = MODES[mode][0]
     q, k, v, mask = arguments(case, mode)[:4]
@@ -250,7 +249,7 @@ def test_nothing_to_do(case):
 
 
 def test_what_is_covered(monkeypatch):
-    """Every dtype and order, forward and backward; not float64, wide heads."""
+    """Kernels cover every 16- and 32-bit dtype and order, forward and backward, but not float64 or wide heads."""
     calls = []
     for name in ("forward_from_state", "backward_from_state"):
         right = getattr(eager, name)
@@ -273,7 +272,7 @@ def test_what_is_covered(monkeypatch):
 
 
 def test_a_captured_graph():
-    """A replay takes the tokens and the state that lie there then."""
+    """A replay reads the tokens and the state that are then in its memory."""
     given = arguments(Case(600, decay="ordinary"), "bf16")
     graph, outputs = capture(lambda: torch.ops.fastmax.prefill(*given))
     for seed in range(2):
@@ -286,7 +285,7 @@ def test_a_captured_graph():
 @torch_warns
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiled(fresh_dynamo):
-    """Static and dynamic shapes; the compiled code calls the kernels."""
+    """Compiled code calls the kernels, with static and dynamic shapes."""
     compiled = torch.compile(fastmax.decoding.prefill, fullgraph=True)
     for n in (40, 70, 300):
         q, k, v, *_ = arguments(Case(n), "bf16")
@@ -344,7 +343,7 @@ def compare(actual, exact, mode):
 
 
 def check_gradients(given, mode, outputs=OUTPUTS):
-    """Against autograd through the float64 operations; again gives the same bits."""
+    """Checks gradients against autograd through the float64 operations, and that a repetition gives the same bits."""
     grads = output_grads(given, outputs)
     verify.poison_free_memory(DEVICE)
     actual = gradients(operator, given, grads)
@@ -381,7 +380,7 @@ def test_gradients_of_a_group(h, mode, precision):  # noqa: F811
 
 @pytest.mark.parametrize("outputs", [("o",), ("kv_state",), ("k_sum",), ("z",), ("o", "k_sum")], ids="+".join)
 def test_gradients_of_some_outputs(outputs):
-    """The others count as zeros."""
+    """Outputs without a gradient count as those with a gradient of zeros."""
     check_gradients(arguments(Case(300, decay="ordinary"), "fp32"), "fp32", outputs)
 
 
@@ -392,7 +391,7 @@ COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 0.0, 0.5), "a2 = 0": 
 @by_mode
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 def test_gradients_where_a_coefficient_is_zero(coefficients, mode, precision):  # noqa: F811
-    """Parts of a state that no query reads have a gradient too, and pass it on."""
+    """Parts of a state that no query reads then still get and pass on a gradient."""
     given = list(arguments(Case(300, decay="ordinary"), mode))
     given[9:12] = COEFFICIENTS[coefficients]
     check_gradients(given, mode, ("o", "kv_state", "k_sum"))
@@ -402,7 +401,7 @@ def test_gradients_where_a_coefficient_is_zero(coefficients, mode, precision):  
 @pytest.mark.parametrize("sizes", [(300, 1, 17, 400), (256, 257, 255), (1,) * 8], ids=str)
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
 def test_gradients_of_any_split_are_those_of_one_call(sizes, decay, mode, precision):  # noqa: F811
-    """Prefill after prefill, against `fastmax_attention` in float64."""
+    """The gradients of several prefills agree with `fastmax_attention` in float64."""
     case = Case(sum(sizes), decay=decay)
     q, k, v, _, log_decay, *_ = arguments(case, mode)
     grad_o = output_grads(arguments(case, mode), ("o",))["o"]
@@ -423,7 +422,7 @@ def test_gradients_of_any_split_are_those_of_one_call(sizes, decay, mode, precis
 
 @by_mode
 def test_a_forgotten_state_has_no_gradient(mode, precision):  # noqa: F811
-    """Whatever is in it: a decay of -inf at the first token leaves nothing, not a NaN."""
+    """A reset at the first token hides the state, so its gradient is 0, even if it holds NaN."""
     given = list(arguments(Case(600, decay="-inf at the first token"), mode))
     grads = output_grads(given)
     expected = gradients(operator, given, grads)
@@ -434,7 +433,7 @@ def test_a_forgotten_state_has_no_gradient(mode, precision):  # noqa: F811
 
 
 def test_the_gradient_of_a_state_goes_through_padding():
-    """Each number in its place: no token joins, and no query has a gradient."""
+    """All tokens are padding and no query has a gradient, so each number of the state's gradient must stay in its place."""
     for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
         for mode, p in product(("bf16", "fp32"), (1, 2)):
             given = list(arguments(Case(300, d, dv, b=1, h=2, hk=2, p=p), mode))
@@ -449,7 +448,7 @@ def test_the_gradient_of_a_state_goes_through_padding():
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
 @pytest.mark.parametrize("d, h, n, p", [(256, 3, 36_000, 2), (128, 8, 47_000, 2), (256, 9, 36_000, 1)])
 def test_gradients_in_phases(d, h, n, p, decay):
-    """Snapshots of more than 832 MiB: in pieces, between which the accumulators stay."""
+    """Snapshots of more than 832 MiB are made in phases. The accumulators must survive from one phase to the next."""
     given = arguments(Case(n, d, b=1, h=h, hk=h, decay=decay, p=p), "bf16")
     grads = output_grads(given)
     wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]

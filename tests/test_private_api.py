@@ -1,4 +1,4 @@
-"""The private PyTorch API that the package uses is what the table in CONTRIBUTING.md says."""
+"""The table in CONTRIBUTING.md lists exactly the private PyTorch API that the package uses."""
 
 import ast
 import re

@@ -14,7 +14,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 @st.composite
 def calls(draw, causal=(False, True), normalize=(False, "sequence", "token")):
-    """Inputs, grad_o and options of a call."""
+    """Draws inputs, grad_o and options of a call."""
     hk = draw(st.integers(1, 3))
     n = draw(st.sampled_from([1, 2, 3, 7, 16, 17, 31, 64, 65, 130, 300]))
     is_causal = draw(st.sampled_from(causal))
@@ -99,7 +99,8 @@ def test_permuting_heads_and_batch_permutes_the_output(call, algorithm, data):
 
 @given(call=calls(causal=(True,), normalize=(False, "token")), algorithm=st.sampled_from(ALGORITHMS), data=st.data())
 def test_causal_output_does_not_depend_on_the_future(call, algorithm, data):
-    """Change every query, key and value after one position: no output up to it moves by a bit, and no gradient leaks back."""
+    """A change of every query, key and value after one position changes no bit of the output up to it, and no gradient flows
+    back."""
     inputs, grad_o, options = call
     n, m = inputs["q"].shape[2], inputs["k"].shape[2]
     last = data.draw(st.integers(0, n - 1))
@@ -119,7 +120,8 @@ def test_causal_output_does_not_depend_on_the_future(call, algorithm, data):
 
 @given(call=calls(causal=(True,), normalize=(False, "token")), algorithm=st.sampled_from(ALGORITHMS), data=st.data())
 def test_splitting_queries_equals_one_call(call, algorithm, data):
-    """Causal is aligned at the end: the last queries against all keys, the first ones against the keys they see."""
+    """Causal queries are aligned with the last keys. So the last queries see all keys, and the first ones are called with the
+    keys that they see."""
     inputs, _, options = call
     n, m = inputs["q"].shape[2], inputs["k"].shape[2]
     cut = data.draw(st.integers(0, n))
@@ -150,7 +152,7 @@ def test_grouped_heads_equal_repeated_heads(call, algorithm):
 
 @given(call=calls(normalize=(False,)), factor=st.floats(0.25, 4.0))
 def test_temperature_divides_scores(call, factor):
-    """Scaling q (without positions) and scaling the temperature are one thing."""
+    """Without positions, a scaled q has the effect of a scaled temperature."""
     inputs, _, options = call
     scaled = dict(inputs, q=factor * inputs["q"])
     expected = fastmax_attention(**inputs, **options)
@@ -169,7 +171,7 @@ def test_coefficients_have_no_common_scale(call, factor):
 
 @given(call=calls(), algorithm=st.sampled_from(ALGORITHMS), factor=st.floats(-5.0, 5.0), shift=st.floats(-5.0, 5.0))
 def test_output_is_affine_in_v(call, algorithm, factor, shift):
-    """Weights sum to one: `v -> factor v + shift` does the same to the output of every query that sees a key."""
+    """Weights sum to one, so `v -> factor v + shift` does the same to the output of every query that sees a key."""
     inputs, _, options = call
     o = fastmax_attention(**inputs, algorithm=algorithm, **options)
     moved = fastmax_attention(**dict(inputs, v=factor * inputs["v"] + shift), algorithm=algorithm, **options)

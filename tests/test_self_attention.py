@@ -1,4 +1,5 @@
-"""`FastmaxSelfAttention` against the same layer written out in float64: parts, packed sequences, padding, states, refusals."""
+"""`FastmaxSelfAttention` against the same layer written out in float64: calls in parts, packed sequences, padding, states,
+refusals."""
 
 import copy
 import io
@@ -44,7 +45,7 @@ by_attention = pytest.mark.parametrize(
 
 
 def make(dtype=torch.float64, **options) -> FastmaxSelfAttention:
-    """A layer in which every weight matters."""
+    """Returns a layer in which every weight matters."""
     layer = FastmaxSelfAttention(C, 4, dtype=dtype, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -61,7 +62,7 @@ def rms(x, norm):
 
 
 def turned(x, layer):
-    """(b, h, n, d): pairs of the first channels as complex numbers."""
+    """Rotates (b, h, n, d), whose first channels are pairs of real and imaginary parts."""
     n, half = x.shape[2], layer.rope_dim // 2
     angles = torch.outer(torch.arange(n), layer.rope_base ** (torch.arange(half, dtype=torch.float64) / -half))
     z = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
@@ -69,7 +70,7 @@ def turned(x, layer):
 
 
 def each_alone(layer, x, mask):
-    """The real tokens of each sequence by themselves, by `written_out`; 0 at the others."""
+    """Returns `written_out` of the real tokens of each sequence alone, and 0 at the others."""
     y = torch.zeros_like(x)
     for i, real in enumerate(mask):
         y[i, real] = written_out(layer, x[i : i + 1, real])[0]
@@ -77,7 +78,7 @@ def each_alone(layer, x, mask):
 
 
 def written_out(layer, x):
-    """The layer with the (n, n) matrix of weights."""
+    """Computes the layer with the (n, n) matrix of weights."""
     n = x.shape[1]
     h, hk, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     qkv = layer.qkv_proj(x)
@@ -119,7 +120,7 @@ def gradients(y, x, layer):
 
 
 def assert_same(actual, expected):
-    """Outputs and all gradients, none of which is zero."""
+    """Checks outputs and all gradients, none of which is zero."""
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-9, atol=1e-10)
     for name, gradient in expected[1].items():
         assert gradient.abs().max() > 1e-6, f"{name} has no gradient"
@@ -148,7 +149,7 @@ def test_is_what_is_written_out(option):
 
 
 def test_window_matters_beyond_its_tokens():
-    """The default, 128: 200 tokens differ from softmax's weights, and are the definition's."""
+    """With 200 tokens and the default window of 128, weights differ from softmax and equal the definition."""
     layer, x = make(conv=0), tokens(1, 200)
     torch.testing.assert_close(layer(x), written_out(layer, x), rtol=1e-8, atol=1e-9)
     other = make(conv=0, exact_window=200)
@@ -260,7 +261,7 @@ def test_in_place(option):
 @pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1"])
 @torch.no_grad()
 def test_in_place_with_buffered_tokens(option):
-    """Any pieces may lie between: the state takes in what it has buffered."""
+    """Calls of several tokens may come between steps in place, with tokens left in the buffer."""
     layer, x = make(**OPTIONS[option]), tokens()
     y, state = in_pieces(layer, x[:, :3], [3], layer.init_state(2, flush_interval=3))
     outputs = [y, *(layer.step_(x[:, i : i + 1], state) for i in range(3, 8))]
@@ -302,7 +303,8 @@ def test_beams(options):
 @torch.no_grad()
 @by_attention
 def test_copies_of_states(options):
-    """Cloned, saved (with `weights_only=True`), deep-copied, through a pytree, to float32 and back."""
+    """States can be cloned, saved (with `weights_only=True`), deep-copied, passed through a pytree, and converted to float32
+    and back."""
     layer, x = make(**options), tokens()
     _, state = in_pieces(layer, x[:, :8], [8])
     file = io.BytesIO()
@@ -321,7 +323,7 @@ def test_copies_of_states(options):
 
 
 def test_sizes_of_states():
-    """Fastmax's stays as it is, a window's is bounded, softmax's grows."""
+    """The size of Fastmax's state is constant, that of a window is bounded, and that of softmax grows."""
 
     def nbytes(options, n):
         layer = make(**options)
@@ -403,7 +405,7 @@ def test_copies_of_the_layer():
 
 
 def test_softmax_has_the_same_weights():
-    """Names, shapes and, from one seed, numbers."""
+    """The weights have the same names, shapes and, from the same seed, numbers."""
     states = []
     for attention in ("fastmax", "softmax"):
         torch.manual_seed(0)
@@ -466,7 +468,7 @@ def test_what_is_switched_off_has_no_weights():
 @by_attention
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kernels(options, dtype):
-    """Outputs and gradients, packed too, and pieces."""
+    """Outputs and gradients on the kernels are right, for packed sequences and calls in parts too."""
     layer = FastmaxSelfAttention(64, 4, num_kv_heads=2, head_dim=64, device="cuda", dtype=dtype, **options)
     exact = copy.deepcopy(layer).cpu().double()
     x = torch.randn(1, 150, 64, device="cuda", dtype=dtype, requires_grad=True)

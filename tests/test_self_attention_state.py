@@ -78,7 +78,7 @@ class Sequences:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("steps", ["step", "step_", "step_ that buffers"])
 def test_padded_sequences_continue_as_each_alone(steps, side, options):
-    """Whatever is held at padding, in every call; those of one token in place too."""
+    """Padding in any call has no effect, whatever it holds. Calls of one token run in place too."""
     softmax = "attention" in options
     if softmax and steps != "step":
         pytest.skip("the state of a softmax layer grows")
@@ -99,7 +99,7 @@ def test_padded_sequences_continue_as_each_alone(steps, side, options):
 @torch.no_grad()
 @by_layer
 def test_right_padded_prompts_of_60_tokens(options):
-    """Prompts padded as by a tokenizer, in float32 with the default window, then steps without a mask."""
+    """Prompts are padded as by a tokenizer, in float32 with the default window. Steps without a mask follow."""
     layer = FastmaxSelfAttention(C, 4, **{name: x for name, x in options.items() if name != "exact_window"})
     state, sequences = layer.init_state(3), Sequences(3)
     mask = mask_of((5, 37, 60), 60, "right")
@@ -130,7 +130,7 @@ def test_a_masked_token_leaves_the_state(options):
 @by_layer
 @pytest.mark.parametrize("side", SIDES)
 def test_gradients_through_padded_calls(side, options):
-    """Gradients of x, of every weight, and through the state; padding gets none."""
+    """Gradients of x, of every weight and through the state are right, and padding gets none."""
     layer, masks = make(**options), [mask_of((7, 3, 9), 9, side), mask_of((1, 4, 2), 5, side)]
     x = torch.randn(3, 14, C, dtype=torch.float64, requires_grad=True)
     mask, state, outputs = torch.cat(masks, dim=1), layer.init_state(3), []
@@ -161,7 +161,7 @@ def test_without_a_state_the_rule_is_the_same(side, options):
 @pytest.mark.parametrize("side, bad", [("right", math.nan), ("left", math.inf), ("middle", math.nan)])
 @pytest.mark.parametrize("given", ["no state", "state", "packed", "packed state"])
 def test_what_padding_holds_does_not_reach_gradients(given, bad, side, options):
-    """Those of the weights and of x are the bits of a call with zeros there."""
+    """Gradients of the weights and of x have the bits of a call with zeros at padding."""
     layer, b = make(bias=True, **options), 1 if "packed" in given else 3
     mask, x = mask_of((7, 3, 9)[:b], 9, side), torch.randn(b, 9, C, dtype=torch.float64)
     rest = {"attention_mask": mask}
@@ -197,7 +197,7 @@ def test_padded_calls_compile(fresh_dynamo):
 @by_layer
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_packed_sequences_continue(padded, options):
-    """Several calls, sequences of no token too; then all of them side by side."""
+    """Several packed calls, with empty sequences too, are followed by calls of all sequences as a batch."""
     layer, sequences = make(**options), Sequences(3)
     state = layer.init_state(3)
     for lengths in ((70, 0, 3), (2, 5, 0), (0, 0, 0), (1, 1, 20)):
@@ -239,7 +239,7 @@ def test_gradients_through_packed_states(options):
 @by_layer
 @pytest.mark.parametrize("flush_interval", [1, 3])
 def test_prompts_that_were_read_apart_go_on_together(flush_interval, options):
-    """The states have different numbers of buffered tokens."""
+    """The joined states have different numbers of buffered tokens."""
     softmax = "attention" in options
     if softmax and flush_interval > 1:
         pytest.skip("flush_interval is of fastmax")
@@ -339,7 +339,7 @@ COPIES = {
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("made, then", [(4, 12), (4, None), (12, 4), (None, 4)])
 def test_a_state_of_another_window_is_refused(made, then, grad):
-    """It has other tokens than the layer would weigh; the window that it was made with stays with it."""
+    """Such a state holds other tokens than the layer needs. It remembers the window that it was made with."""
     layer, x = make(**SOFTMAX, window=made), torch.randn(2, 20, C, dtype=torch.float64)
     mask = mask_of((15, 9), 15, "middle")
     with torch.set_grad_enabled(grad):
@@ -381,7 +381,7 @@ def cache_of(state):
 @torch.no_grad()
 @BY_WINDOW
 def test_a_cache_copies_its_tokens_seldom(window):
-    """Addresses change where it doubles, and a window's memory is bounded."""
+    """Addresses change only when the cache doubles, and the memory of a window is bounded."""
     layer = make(**SOFTMAX, window=window)
     x, state, addresses = torch.randn(1, 200, C, dtype=torch.float64), layer.init_state(1), set()
     outputs = []
@@ -401,7 +401,7 @@ def test_a_cache_copies_its_tokens_seldom(window):
 
 @torch.no_grad()
 def test_bytes_that_are_copied_grow_with_the_tokens():
-    """Elements that copies write."""
+    """The test counts the elements that copies write."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Written(TorchDispatchMode):
@@ -424,7 +424,7 @@ def test_bytes_that_are_copied_grow_with_the_tokens():
 @BY_WINDOW
 @pytest.mark.parametrize("grad", [False, True])
 def test_two_continuations_of_one_state(window, grad):
-    """Neither writes over the other's tokens, nor over those of the state."""
+    """Neither continuation overwrites the tokens of the other or of the state."""
     layer = make(**SOFTMAX, window=window)
     x = torch.randn(3, 1, 30, C, dtype=torch.float64)
     with torch.set_grad_enabled(grad):
@@ -445,7 +445,8 @@ def test_two_continuations_of_one_state(window, grad):
 
 @BY_WINDOW
 def test_a_cache_does_not_write_over_what_a_backward_needs(window):
-    """A state made without gradients, a call that records, then calls that do not: on one memory the backward would raise."""
+    """The state is made without gradients, one call records, and later ones do not. If they shared memory, the backward would
+    raise an error."""
     layer = make(**SOFTMAX, window=window)
     x = torch.randn(1, 30, C, dtype=torch.float64)
     with torch.no_grad():
@@ -510,7 +511,7 @@ def test_no_tokens_of_packed_sequences_give_another_cache(window):
 
 @torch.no_grad()
 def test_threads_that_continue_one_state(monkeypatch):
-    """The second one comes while the first looks for places: only one of them has those behind the state."""
+    """The second thread comes while the first looks for space. Only one of them may get the space behind the state."""
     layer, x = make(**SOFTMAX), torch.randn(1, 7, C, dtype=torch.float64)
     _, state = layer(x[:, :5], layer.init_state(1))
     continued, threads, capacity = {}, [], Memory.capacity.fget
@@ -544,7 +545,7 @@ def test_threads_that_continue_one_state(monkeypatch):
 @pytest.mark.parametrize("side", SIDES)
 @torch.no_grad()
 def test_padded_sequences_on_the_kernels(side, options):
-    """Prompts with padding, then steps that gather, some of them masked, as each alone."""
+    """Padded prompts and then buffered steps, some of them masked, equal each sequence alone."""
     layer = FastmaxSelfAttention(64, 4, head_dim=64, device="cuda", **options)
     softmax, sequences = "attention" in options, Sequences(4)
     state = layer.init_state(4, **({} if softmax else {"flush_interval": 3}))

@@ -1,4 +1,5 @@
-"""DTensors: the attention functions and every registered operator, over the batch and over the heads, against one process."""
+"""DTensors that are sharded over the batch and the heads, in the attention functions and every registered operator, against one
+process."""
 
 import math
 
@@ -42,7 +43,8 @@ def decay(kv_heads: int) -> Tensor:
 
 
 def call(function, tensors: dict[str, Tensor], options: dict, weights: list[Tensor] | None = None):
-    """Results, and gradients of what can have one for random weights of the results, of DTensors as a whole."""
+    """Returns the results as whole tensors, with the gradients of all differentiable arguments for random weights of the
+    results."""
     leaves = {
         name: x.detach().requires_grad_() for name, x in tensors.items() if x.is_floating_point() and name != "drop_noise"
     }
@@ -132,7 +134,7 @@ def test_three_dimensional_and_packed():
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of fastmax's operators, as they were before, by name."""
+    """Records copies of the arguments of fastmax's operators, by name."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
 
 def recorded(kv_heads: int) -> list[tuple]:
-    """Calls of all operators, with and without what may accompany them."""
+    """Returns calls of all operators, with and without the tensors that may accompany them."""
     tensors = {name: x.requires_grad_() for name, x in operands(kv_heads, log_decay=decay(kv_heads)).items()}
     q, k, v, log_decay = tensors.values()
     mask = torch.rand(B, N) > 0.3

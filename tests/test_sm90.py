@@ -1,11 +1,9 @@
-"""The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and what these compute.
-
-Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
-the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
-keys, over 64 at head dims other than 64. At head dims 32, 64 and 128, where calls are large enough, it is one kernel, whose
-blocks of 128 keys walk over 64 queries and hand grad_q on from one to the next, at 32 in steps of 256 queries, at 64 of 128.
-test_padding.py has the masks.
-"""
+"""The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and their results. Tiles: a
+warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In the
+backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128 keys,
+over 64 at head dims other than 64. Large enough calls at head dims 32, 64 and 128 have a backward in one kernel, whose blocks
+of 128 keys walk over 64 queries and pass grad_q on from one to the next, at 32 in steps of 256 queries, at 64 of 128.
+test_padding.py has the masks."""
 
 import ctypes
 import itertools
@@ -35,7 +33,7 @@ by_head_dim = pytest.mark.parametrize("d", [32, 64, 96, 128], ids=lambda d: f"d{
 
 @pytest.fixture
 def taken(capfd):
-    """taken(): the kernels of the calls since the last time, like "backward: quadratic_sm90"."""
+    """Returns taken(), which lists the kernels of the calls since the last time, like "backward: quadratic_sm90"."""
 
     def lines():
         return [": ".join(call) for call in verify.ATTENTION_CALL.findall(capfd.readouterr().err)]
@@ -47,7 +45,7 @@ def taken(capfd):
 
 
 def case_of(softmax, *args, **options):
-    """A row for the kernels of the quadratic algorithm, or of softmax attention, in bf16."""
+    """Returns a bf16 case for the kernels of the quadratic algorithm or of softmax attention."""
     case = size("", *args, **options)
     for_softmax = {"causal": case.options["causal"]}
     options = for_softmax if softmax else case.options | {"algorithm": "quadratic"}
@@ -130,7 +128,7 @@ def test_against_float64(row, d, softmax, taken):
     ],
 )
 def test_narrower_heads(d, dv, softmax, taken):
-    """Columns that there are not are zeros of the copy engine, and are not written."""
+    """The copy engine fills missing columns with zeros, and must not write them."""
     for n, m, causal in ((200, 333, True), (200, 333, False), (385, 385, True)):
         case = case_of(softmax, n, m, d=d, dv=dv, h=4, hk=2, mask=n < m, noise=True, causal=causal)
         assert verify.check(case, DEVICE, 5).wrong == []
@@ -140,7 +138,7 @@ def test_narrower_heads(d, dv, softmax, taken):
 @by_attention
 @pytest.mark.parametrize("d", [24, 80, 100])
 def test_options_of_narrower_heads(d, softmax, taken):
-    """Bounds, windows and decays."""
+    """The options are bounds, windows and decays."""
     case = case_of(softmax, 500, d=d, b=1, h=4, hk=2)
     assert verify.check(case._replace(sequences=5), DEVICE, 13).wrong == []
     assert set(taken()) == expected_kernels(softmax, bounded=True)
@@ -166,7 +164,7 @@ def test_scores(options, d, taken):
 
 @by_head_dim
 def test_softmax_of_large_scores(d, taken):
-    """Rows whose maximum rises from tile to tile, and falls."""
+    """The maximum of a row rises or falls from tile to tile."""
     q, k, v = (torch.randn(1, 2, 700, d, device=DEVICE) for _ in range(3))
     ramp = torch.linspace(0.1, 12.0, 700, device=DEVICE)[:, None]
     for keys in (k * ramp, k * ramp.flip(0)):
@@ -191,7 +189,7 @@ def test_softmax_of_large_scores(d, taken):
     ids=str,
 )
 def test_softmax_in_fp16(row, kind, d, taken):
-    """The forward; the backward is the portable one's."""
+    """The forward is a Hopper kernel, the backward a portable one."""
     case = case_of(True, d=d, **row)._replace(dtype=torch.float16)
     case = case._replace(decay=kind == "decay_", sequences=3 if kind == "bounded_" else 0)
     assert verify.check(case, DEVICE, 12).wrong == []
@@ -201,7 +199,7 @@ def test_softmax_in_fp16(row, kind, d, taken):
 
 @by_head_dim
 def test_small_weights_in_fp16(d, taken):
-    """One key has e^15 times the weight of any other, and all others together a third of it."""
+    """One key has e^15 times the weight of any other, and all others together have a third of its weight."""
     n = 1 << 20
     q, k, v = (torch.zeros(1, 1, rows, d, device=DEVICE, dtype=torch.float16) for rows in (1, n, n))
     q[..., 0], k[..., 0, 0], v[..., 1:, :] = 15.0, 1.0, 1.0
@@ -213,7 +211,8 @@ def test_small_weights_in_fp16(d, taken):
 
 @pytest.mark.parametrize("seed", [0, 1000, 2000, 3000])
 def test_random_configurations(seed, capsys):
-    """On these kernels and those of the linear algorithm. `fastmax.testing.verify --hopper --random 2000` has more."""
+    """The configurations take these kernels and those of the linear algorithm. `fastmax.testing.verify --hopper --random 2000`
+    has more."""
     indices = verify.hopper_indices(50, seed, "cuda")
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
@@ -296,7 +295,7 @@ def test_fused_scores(options, d, taken):
 @by_attention
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_fused_bitwise_repeatable_on_a_full_device(causal, d, softmax, taken):
-    """Blocks add to grad_q in one order, whichever of them are fast; several groups of heads, one behind the other."""
+    """Blocks must add to grad_q in one order, however fast each is. Several groups of heads run one after the other."""
     case = case_of(softmax, 2200, d=d, b=4, h=24 * 128 // d, hk=8 * 128 // d, mask=True, causal=causal)
     tensors = verify.random_tensors(case, DEVICE)
     first = verify.run(verify.implementation(softmax), tensors, case.options)
@@ -308,7 +307,7 @@ def test_fused_bitwise_repeatable_on_a_full_device(causal, d, softmax, taken):
 
 @contextmanager
 def green_context():
-    """16 multiprocessors of the device, current inside; skips the test where there are no such contexts."""
+    """Makes a context of 16 multiprocessors current. Skips the test if the device has no such contexts."""
     try:
         green = torch.cuda.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
         green.set_context()
@@ -321,7 +320,7 @@ def green_context():
 
 
 def fused_backward(softmax, d, n=2200, b=2, h=8):
-    """A function of no arguments: gradients of a call that takes the one kernel."""
+    """Returns a function without arguments that computes the gradients of a call with a backward in one kernel."""
     q, k, v, grad_o = (torch.randn(b, h, n, d, device=DEVICE).mul_(0.5).bfloat16() for _ in range(4))
     if softmax:
         arguments = (None, None, None, None, 0.1, True, -1, -1, False)
@@ -336,7 +335,7 @@ def fused_backward(softmax, d, n=2200, b=2, h=8):
 @by_fused_head_dim
 @by_attention
 def test_fused_in_a_graph(softmax, d, taken):
-    """Every replay begins with counters of 0."""
+    """Every replay must begin with counters of 0."""
     gradients = fused_backward(softmax, d)
     expected = gradients()
     graph, captured = capture(gradients)
@@ -348,7 +347,7 @@ def test_fused_in_a_graph(softmax, d, taken):
 @by_fused_head_dim
 @by_attention
 def test_fused_beside_itself(softmax, d):
-    """On two streams, where neither has the whole device: blocks that wait for each other always come to an end."""
+    """Two streams run the kernel at once, so neither has the whole device. Blocks that wait for each other must still end."""
     calls = [fused_backward(softmax, d), fused_backward(softmax, d, n=2300, h=10)]
     expected = [call() for call in calls]
     torch.cuda.synchronize()
@@ -366,7 +365,7 @@ def test_fused_beside_itself(softmax, d):
 @by_fused_head_dim
 @by_attention
 def test_fused_on_a_part_of_the_device(softmax, d):
-    """A green context starts most blocks of the grid only when others have ended."""
+    """A green context starts most blocks of the grid only after others have ended."""
     gradients = fused_backward(softmax, d)
     expected = gradients()
     torch.cuda.synchronize()
@@ -407,21 +406,21 @@ def test_packed_sequences(sequences, n, causal, d, softmax, taken):
 # of them skips more tiles than the ring has stages.
 @by_head_dim
 @by_attention
-@pytest.mark.parametrize("fades", [False, True], ids=["", "decay"])
+@pytest.mark.parametrize("decay", [False, True], ids=["", "decay"])
 @pytest.mark.parametrize("lengths", [(64, 1000), (1088, 64, 200), (1, 63, 64, 900, 60)], ids=str)
-def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
-    for causal in (True,) if fades else (True, False):
-        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=fades, sequences=len(lengths))
+def test_warpgroups_that_see_other_tiles(lengths, decay, d, softmax, taken):
+    for causal in (True,) if decay else (True, False):
+        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=decay, sequences=len(lengths))
         tensors = verify.random_tensors(case, DEVICE)
         ends = list(itertools.accumulate(lengths, initial=0))
         tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         errors = verify.measure(tensors, case.options, verify.ROUNDING[case.mode], softmax)
         assert all(row.passed for row in errors), errors
-    kind = "decay" if fades else "bounded"
+    kind = "decay" if decay else "bounded"
     assert f"{'flash_forward: flash' if softmax else 'forward: quadratic'}_{kind}_sm90" in taken()
 
 
-# ---- keys that fade
+# ---- decays
 
 
 @by_head_dim
@@ -429,7 +428,7 @@ def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
 @pytest.mark.parametrize(
     "row", [dict(n=64, b=1, h=1), dict(n=500, m=577), dict(n=1000, b=1), dict(n=130, m=1300, mask=True)], ids=row_id
 )
-def test_keys_that_fade(row, d, softmax, taken):
+def test_decays(row, d, softmax, taken):
     for sequences in (0, 3) if row.get("b") == 1 else (0,):
         case = case_of(softmax, d=d, **{"h": 4, "hk": 2 if row.get("h") != 1 else 1} | row)._replace(
             decay=True, sequences=sequences
@@ -444,7 +443,7 @@ def test_keys_that_fade(row, d, softmax, taken):
 @by_head_dim
 @by_attention
 def test_gradient_of_an_expanded_sum(d, softmax, taken):
-    """grad_o of stride 0 between heads, which a tensor map cannot express: the same bits as of a copy."""
+    """grad_o has stride 0 between heads, which a tensor map cannot express. The bits must be those of a copy."""
     case = case_of(softmax, 300, 333, d=d, h=4, hk=2)
     (q, k, v, *_), _ = operands(case._replace(options={"causal": True, "p": 2, "temperature": 8.0}), "bf16", "quadratic")
     one_head = torch.randn(2, 1, 300, d, device=DEVICE, dtype=torch.bfloat16)
@@ -479,7 +478,7 @@ def test_bitwise_repeatable_on_a_full_device(d, softmax, taken):
 @by_head_dim
 @by_attention
 def test_heads_do_not_touch_each_other(d, softmax, taken):
-    """The last of several batch entries and heads alone: the same bits as among the others, which are NaN."""
+    """The last head of the last batch entry has the same bits alone as among others that are NaN."""
     case = case_of(softmax, 333, 400, d=d, b=2, h=3, hk=3)
     tensors = verify.random_tensors(case, DEVICE)
     alone = {name: x[1:, 2:].contiguous() for name, x in tensors.items()}
@@ -502,7 +501,8 @@ def test_heads_do_not_touch_each_other(d, softmax, taken):
 
 @by_attention
 def test_many_calls_in_a_graph_keep_their_tensors(softmax, taken):
-    """Tensor maps are kept by shape and address: more calls than are kept, all in one graph, replayed in turn."""
+    """Tensor maps are cached by shape and address. One graph has more calls than the cache has entries, and the calls are
+    replayed in turn."""
     case = case_of(softmax, 130, d=64, b=1)
     options = case.options
     inputs = [verify.random_tensors(case, DEVICE, seed) for seed in range(70)]
@@ -522,7 +522,7 @@ def test_many_calls_in_a_graph_keep_their_tensors(softmax, taken):
 @by_head_dim
 @by_attention
 def test_heads_far_from_each_other(d, softmax, taken):
-    """More than 2^31 elements between heads: the same bits as of tensors without gaps."""
+    """With more than 2^31 elements between heads, the bits are those of contiguous tensors."""
     n, gap = 200, 2**31 + 64
     memory = torch.empty(gap + 4 * n * d, dtype=torch.bfloat16, device=DEVICE)
     far = [torch.as_strided(memory, (1, 2, n, d), (2 * gap, gap, d, 1), i * n * d) for i in range(4)]
@@ -542,7 +542,7 @@ def test_heads_far_from_each_other(d, softmax, taken):
 
 @by_attention
 def test_in_a_thread_that_has_not_used_the_device(softmax, taken):
-    """The driver makes tensor maps only where a context is current."""
+    """The driver makes tensor maps only in a thread with a current context."""
     case = case_of(softmax, 130, d=64, b=1)
     tensors = verify.random_tensors(case, DEVICE)
     function, results = verify.implementation(softmax), []
@@ -567,7 +567,7 @@ def current_context():
 
 
 def test_the_current_context_stays(taken):
-    """Another than the device's own too, as a green context is, where tensor maps are made."""
+    """Making tensor maps must not change the current context, even if that is not the device's own, such as a green context."""
     case = case_of(True, 130, d=64, b=1)
     tensors = verify.random_tensors(case, DEVICE)
     function = verify.implementation(softmax=True)

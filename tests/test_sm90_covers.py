@@ -1,5 +1,5 @@
-"""The calls that Hopper's quadratic kernels cover, and the tensor maps of their operands: on the host, with a stand-in
-for the driver. test_sm90.py runs the kernels."""
+"""The calls that Hopper's quadratic kernels cover, and the tensor maps of their operands, on the host with a stand-in for the
+driver. test_sm90.py runs the kernels."""
 
 import itertools
 import subprocess
@@ -106,7 +106,7 @@ def probe():
 
 @pytest.fixture(scope="module")
 def covered(probe):
-    """covered(...): the kinds of kernels that take a call, of Fastmax and of softmax."""
+    """Returns covered(...), which lists the kinds of kernels of Fastmax and of softmax that take a call."""
 
     def run(head_dim, arch=90, math=BF16, window=0, bounds=0, decays=0, expanded=0, backward=0):
         line = f"{arch} {head_dim} {math} {window} {bounds} {decays} {expanded} {backward}"
@@ -144,7 +144,7 @@ def test_what_is_left(covered):
 
 
 def test_tensor_maps(probe):
-    """Panels of 32 columns in the 64-byte swizzle, of 64 in the 128-byte one; maps are kept, and are others for other boxes."""
+    """Panels have 32 columns in the 64-byte swizzle and 64 in the 128-byte one. Maps are cached, and differ for other boxes."""
     printed = subprocess.run([probe, "maps"], check=True, capture_output=True, text=True).stdout.splitlines()
     assert printed == [
         "1: rank 4, 32 columns, token 64 bytes, box 32 x 64, 64",
@@ -164,8 +164,8 @@ def test_tensor_maps(probe):
 
 @pytest.fixture(scope="module")
 def fused(probe):
-    """fused(...): whether the backward is one kernel, heads at once, bytes beside the workspace of two kernels, and the first
-    items, like (head, block of keys)."""
+    """Returns fused(...), which tells whether the backward is one kernel, how many heads run at once, the bytes beside the
+    workspace of two kernels, and the first items, like (head, block of keys)."""
 
     def run(b, h, n, m=None, hk=None, head_dim=128, causal=True, a1=1.0):
         line = f"{b} {h} {hk or h} {n} {m or n} {head_dim} {int(causal)} {a1}"
@@ -206,7 +206,8 @@ def test_where_the_backward_is_one_kernel(fused):
 
 
 def test_sums_of_a_fused_backward_take_less_than_its_queries(fused):
-    """16 bits each for q, o, grad_o and grad_q, of head dim 128; fp32 for whole tiles of 64 queries, and counters."""
+    """The queries take 16 bits each for q, o, grad_o and grad_q of head dim 128; the sums take fp32 for whole tiles of 64
+    queries, and counters."""
     for n in (64, 65, 100, 128, 129, 1000, 4096):
         bytes_ = fused(4, 16, n, m=8192, causal=False)[2]
         assert 64 * n * 128 * 4 <= bytes_ < 64 * 4 * n * 128 * 2 + 1024
@@ -216,7 +217,7 @@ def test_sums_of_a_fused_backward_take_less_than_its_queries(fused):
 
 
 def test_order_of_a_fused_backward(fused):
-    """As many heads at once as L2 holds; of these block by block; every block of every head once."""
+    """As many heads run at once as L2 holds, block by block, and every block of every head runs once."""
     assert [fused(8, 16, 4096, causal=causal)[1] for causal in (True, False)] == [8, 4]
     assert [fused(8, 16, n)[1] for n in (1024, 16384, 1 << 20)] == [32, 2, 1]
     assert fused(8, 16, 4096, hk=4)[1] == 2

@@ -1,8 +1,6 @@
-"""The Hopper kernels of the linear algorithm of order 2: which calls take them, and what these compute.
-
-State kernel: stages of 64 rows; chunks of 256 rows at head dims 32 and 64, 1024 at 128. Read kernel: items of 256 rows, a low
-and a high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 128 grad_v is read by the read kernel.
-"""
+"""The Hopper kernels of the linear algorithm of order 2: which calls take them, and their results. State kernel: stages of 64
+rows; chunks of 256 rows at head dims 32 and 64, 1024 at 128. Read kernel: items of 256 rows, a low and a high tile of 64 for
+each warpgroup. Gradients: items of 128 rows; at head dim 128 the read kernel computes grad_v."""
 
 import math
 
@@ -39,7 +37,7 @@ pytestmark = [
 
 
 def case_of(*args, **options):
-    """A row for the linear algorithm in bf16."""
+    """Returns a bf16 case for the linear algorithm."""
     case = size("", *args, **options)
     return case._replace(options=case.options | {"algorithm": "linear"}, dtype=torch.bfloat16)
 
@@ -48,12 +46,13 @@ EXPECTED = {"forward: linear2_sm90", "backward: linear2_sm90"}
 
 
 def kernels_of_attention(taken):  # noqa: F811
-    """Without what makes decays finite first."""
+    """Returns the kernels without those that make decays finite."""
     return {name for name in taken() if not name.startswith("finite_decay")}
 
 
 def check_replayed(call, *others):
-    """A graph of a call, (arguments, grad_o, ...), over the numbers of others: the same bits as without it."""
+    """Checks that a graph of a call, (arguments, grad_o, ...), that is replayed over the numbers of other calls gives the bits
+    of these calls."""
     arguments, *grads = call
     graph, captured = capture(lambda: both(arguments, *grads))
     for other_arguments, *other_grads in others:
@@ -173,7 +172,7 @@ def test_against_float64_at_head_dim_128(row, taken):  # noqa: F811
     ],
 )
 def test_narrower_heads(d, dv, taken):  # noqa: F811
-    """Columns that there are not are zeros of the copy engine, and are not written."""
+    """The copy engine fills missing columns with zeros, and must not write them."""
     for causal in (True, False):
         case = case_of(600, 700, d=d, dv=dv, h=4, hk=2, mask=True, noise=True, causal=causal)
         assert verify.check(case, DEVICE, 5).wrong == []
@@ -181,8 +180,8 @@ def test_narrower_heads(d, dv, taken):  # noqa: F811
 
 
 def test_features_that_cancel(taken):  # noqa: F811
-    """Few keys and scores of hundreds, where sums of f are small beside their terms: no more is lost than by the portable
-    kernels, which take keys that are expanded. test_sm90.py has the random configurations."""
+    """With few keys and scores of hundreds, sums of f are small beside their terms. The error must not exceed that of the
+    portable kernels, which take expanded keys. test_sm90.py has the random configurations."""
     b, n, m, d = 32, 256, 4, 64
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -211,7 +210,7 @@ def check_decay(taken, *args, **options):  # noqa: F811
 
 
 def check_bounds(taken, *args, **options):  # noqa: F811
-    """Packed sequences without a decay, which have kernels of their own."""
+    """Checks packed sequences without a decay, which have their own kernels."""
     decays.check(of_fastmax("bf16", "linear", *args, decay="none", **options), "bf16", bounds_alone=True)
     assert set(taken()) == EXPECTED
 
@@ -250,7 +249,8 @@ def test_decays_at_head_dim_128(decay, taken):  # noqa: F811
 @pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("bits", [30, 60, 63, 64, 65, 70, 140])
 def test_decays_about_the_range_of_a_tile(bits, d, taken):  # noqa: F811
-    """Of 64 tokens, on the diagonal: numbers of rows and of columns to 2^-64, of pairs beyond."""
+    """In the 64 tokens of a diagonal tile, kernels use factors per row and per column down to 2^-64, and factors per pair
+    beyond."""
     problem = of_fastmax("bf16", "linear", 600, d=d, h=2, hk=1)
     decay = torch.full_like(problem.arguments["log_decay"], -bits / 63 * math.log(2))
     decay[1] *= 0.9 + 0.2 * torch.rand_like(decay[1])
@@ -275,7 +275,8 @@ def test_decays_with_everything(d, dv, taken):  # noqa: F811
 
 @pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (128, 1024)])
 def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F811
-    """And a token beside them, and none in between; the second walk counts chunks from the end."""
+    """Sequences begin at, just before and just after borders, and in some chunks none begins. The second walk counts chunks
+    from the end."""
     for lengths in (
         [chunk, chunk, 17],
         [17, chunk, chunk],
@@ -293,8 +294,8 @@ def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F81
 
 @pytest.mark.parametrize("kind", ["strong", "millionth", "none"])
 @pytest.mark.parametrize("where", [0, 1, 255, 256, 257, 383, 384, 511, 512, 699])
-def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
-    """Decays of -inf, through the public function, which makes bounds of them."""
+def test_resets(where, kind, taken):  # noqa: F811
+    """The public function turns decays of -inf into bounds of keys."""
     case = case_of(700, h=2, hk=1)._replace(decay=True)
     tensors = verify.random_tensors(case, DEVICE, where)
     tensors["log_decay"].fill_({"strong": -3.0, "millionth": -1e-6, "none": 0.0}[kind])
@@ -305,9 +306,9 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
-def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
-    """One head is cut into segments; many long ones run in pieces that hand on sums; nine at head dim 64 in pieces of four
-    segments: against the portable kernels, in fp32."""
+def test_segments_and_phases_with_decays(d, taken):  # noqa: F811
+    """One head is cut into segments; many long heads run in phases that pass on sums; nine at head dim 64 run in phases of four
+    segments. Results are compared with the portable kernels in fp32."""
     for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000), (1, 9, 9, 100_000)):
         q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(b, hk, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -327,7 +328,7 @@ def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
 @pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("alone", [False, True], ids=["decay", "bounds"])
 def test_a_sequence_of_no_numbers(d, alone, taken):  # noqa: F811
-    """It leaves nothing in chunks that have none of its tokens: not in states, nor in sums that go on behind it."""
+    """A sequence of NaN must not change chunks without its tokens, neither their states nor the sums that continue after it."""
     chunk = 256 if d <= 64 else 1024
     spoils, end = slice(chunk, 2 * chunk + 88), 3 * chunk + 132
     lengths = [chunk, chunk + 88, 3 * chunk + 32]
@@ -348,8 +349,8 @@ def test_a_sequence_of_no_numbers(d, alone, taken):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
-def test_graphs_that_fade(taken):  # noqa: F811
-    """Decays and bounds are read when a graph is replayed."""
+def test_graphs_with_decays(taken):  # noqa: F811
+    """A replay must read the decays and bounds that are then in memory."""
     lengths = [300, 1, 256, 143]
     orders = lengths, lengths[::-1], [700]
     calls = [of_fastmax("bf16", "linear", 700, first=bounds(order, True)[0].contiguous()) for order in orders]
@@ -393,7 +394,7 @@ def test_auto_counts_the_kernels_that_run(tokens, forward, backward, d, dtype, o
 
 @pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 def test_denominators(d, taken):  # noqa: F811
-    """Their constant term is a number of keys and not a sum: 0 exactly where a query sees no key."""
+    """The constant term is an exact number of keys and not a sum, so it is 0 exactly where a query sees no key."""
     for case in (
         size("", 700, 717, d=d, h=4, hk=2, mask=True, noise=True),
         size("", 1300, d=d, h=1, a0=0.3),
@@ -410,7 +411,7 @@ def test_denominators(d, taken):  # noqa: F811
 
 
 def test_dropped_keys_are_not_read(taken):  # noqa: F811
-    """NaN and infinity in their places change no bit."""
+    """NaN and infinity at masked keys change no bit."""
     case = size("", 600, 700, h=4, hk=2, mask=True)
     arguments, grad_o = operands(case, "bf16", "linear")
     q, k, v, mask, *rest = arguments
@@ -438,7 +439,7 @@ def test_gradient_of_the_denominators(taken):  # noqa: F811
     ids=["heads", "one head", "heads of 32"],
 )
 def test_phases(b, h, hk, n, m, d, taken):  # noqa: F811
-    """States beyond 832 MiB run in pieces, which hand on what they summed: against the portable kernels, in fp32."""
+    """States beyond 832 MiB are made in phases that pass on sums. Results are compared with the portable kernels in fp32."""
     q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(b, hk, m, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     score = (d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear")
@@ -461,7 +462,7 @@ def test_bitwise_repeatable_on_a_full_device(taken):  # noqa: F811
 
 
 def test_heads_do_not_touch_each_other(taken):  # noqa: F811
-    """The last of several batch entries and heads alone, and among others, which are NaN. Segments of walks may differ."""
+    """The last head of the last batch entry is computed alone and among others that are NaN. Segments may differ."""
     case = case_of(700, 756, b=2, h=3, hk=3)
     arguments, grad_o = operands(case, "bf16", "linear")
     for decay in (None, decays.decays("ordinary", 3, 756)):
@@ -480,14 +481,14 @@ def test_heads_do_not_touch_each_other(taken):  # noqa: F811
 
 
 def test_graphs(taken):  # noqa: F811
-    """Forward and backward in one graph, replayed over new inputs."""
+    """Forward and backward are in one graph, which is replayed over new inputs."""
     case = size("", 700, 801, h=4, hk=2, mask=True)
     check_replayed(*(operands(case, "bf16", "linear", seed) for seed in (0, 3, 4)))
     assert set(taken()) == EXPECTED
 
 
 def test_every_kernel_at_small_sizes(taken):  # noqa: F811
-    """Without a reference, to run under compute-sanitizer."""
+    """This test has no reference. It is run under compute-sanitizer."""
     for d in (32, 64, 128):
         for n, m, h, hk in ((1, 1, 1, 1), (65, 65, 2, 1), (150, 200, 2, 2), (600, 700, 2, 1), (17, 3000, 1, 1)):
             case = case_of(n, m, d=d, b=1, h=h, hk=hk, mask=n == 150, noise=n == 150)
@@ -525,7 +526,7 @@ CARRIED = {
 
 @pytest.mark.parametrize("case", CARRIED.values(), ids=CARRIED)
 def test_carried_states(case, taken):  # noqa: F811
-    """Outputs, the state after and gradients, its own too."""
+    """Outputs, the new state and all gradients, that of the given state too, are compared."""
     prefill.check(prefill.arguments(case, "bf16"), "bf16")
     assert set(taken()) == PREFILL
     prefill.check_gradients(prefill.arguments(case, "bf16"), "bf16")
@@ -534,7 +535,7 @@ def test_carried_states(case, taken):  # noqa: F811
 
 @pytest.mark.parametrize("decay", ["ordinary", "strong", "-inf at places", "-inf at the first token", "-inf everywhere"])
 @pytest.mark.parametrize("n, d", [(1, 32), (700, 32), (1, 64), (65, 64), (256, 64), (700, 64), (300, 128), (1500, 128)])
-def test_carried_states_that_fade(n, d, decay, taken):  # noqa: F811
+def test_carried_states_with_decays(n, d, decay, taken):  # noqa: F811
     given = prefill.arguments(prefill.Case(n, d, decay=decay, mask=d <= 64 and decay != "strong"), "bf16")
     prefill.check(given, "bf16")
     if decay != "strong":  # sums of pairs of the little that is left cancel, as in tests/test_prefill_kernels.py
@@ -545,7 +546,7 @@ def test_carried_states_that_fade(n, d, decay, taken):  # noqa: F811
 @pytest.mark.parametrize("n, d", [(1, 32), (700, 32), (1, 64), (700, 64), (1300, 128)])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
 def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
-    """Its first weight: of rows that do not fade it is counted apart, and exact."""
+    """The first element of k_sum is the number of tokens. Without decays it is counted apart and must be exact."""
     case = prefill.Case(n, d, h=4, hk=2, mask=mask)
     given = prefill.arguments(case, "bf16")
     *_, k_sum = torch.ops.fastmax.prefill(*given)
@@ -581,8 +582,8 @@ def test_states_alone(d, decay, taken):  # noqa: F811
 
 @pytest.mark.parametrize("first", [False, True], ids=["", "sequences"])
 @pytest.mark.parametrize("n, d", [(1, 32), (1300, 32), (1, 64), (300, 64), (1300, 64), (2500, 128)])
-def test_kept_states(n, d, first, taken):  # noqa: F811
-    """Added while they are read up to head dim 64, where no sequence begins, and else in memory (test_kept_states.py)."""
+def test_saved_states(n, d, first, taken):  # noqa: F811
+    """Up to head dim 64 without packed sequences, the given state is added to saved ones as they are read, else in memory."""
     given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, mask=True), "bf16"))
     q, k, v, mask, *_, kv_state, k_sum = given[:8]
     if first:
@@ -597,7 +598,7 @@ def test_kept_states(n, d, first, taken):  # noqa: F811
 
 @pytest.mark.parametrize("b, h, n, d", [(1, 32, 33_000, 64), (1, 8, 47_000, 128)], ids=["d64", "d128"])
 def test_carried_states_in_phases(b, h, n, d, taken):  # noqa: F811
-    """Snapshots of more than 832 MiB: against the portable kernels, in fp32."""
+    """Snapshots take more than 832 MiB. Results are compared with the portable kernels in fp32."""
     given = prefill.arguments(prefill.Case(n, d, b=b, h=h, hk=h), "bf16")
     grads = prefill.output_grads(given)
     actual, found = torch.ops.fastmax.prefill(*given), prefill.gradients(prefill.operator, given, grads)

@@ -1,9 +1,7 @@
-"""The Hopper kernels of the linear algorithm of order 1: which calls take them, and what these compute.
-
-Tiles of 64 rows, which the two blocks of a group take turns at, and in them two warpgroups. Few heads cut the walk into
-segments of at least 256 rows, which start from sums over parts; more heads than half of the multiprocessors have one block
-each. A backward reads grad_o as it is; where that cannot be, g and e are made first.
-"""
+"""The Hopper kernels of the linear algorithm of order 1: which calls take them, and their results. Tiles have 64 rows; the two
+blocks of a group take turns at them, and so do two warpgroups in a block. Few heads cut the walk into segments of at least 256
+rows, which start from sums over parts; more heads than half of the multiprocessors have one block each. A backward reads grad_o
+directly if it can; if not, g and e are made first."""
 
 import pytest
 import torch
@@ -67,7 +65,7 @@ def test_against_float64(row, d, taken):  # noqa: F811
     "d, dv", [(40, 24), (37, 51), (33, 8), (8, 64), (64, 1), (56, 40), (72, 100), (128, 16), (16, 128), (127, 127)]
 )
 def test_narrower_heads(d, dv, taken):  # noqa: F811
-    """Columns that there are not are zeros of the copy engine, and are not written."""
+    """The copy engine fills missing columns with zeros, and must not write them."""
     for noise in (False, True):
         assert verify.check(case_of(600, 700, d=d, dv=dv, h=4, hk=2, noise=noise), DEVICE, 5).wrong == []
     assert set(taken()) == EXPECTED
@@ -86,7 +84,7 @@ def test_a_gradient_of_the_denominators(d, taken):  # noqa: F811
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("n, m, h, hk", [(17, 17, 1, 1), (300, 333, 4, 2), (1100, 1100, 2, 2)])
 def test_prepared_gradients(n, m, h, hk, d, taken):  # noqa: F811
-    """Gradients for a grad_o that the copy engine cannot read, and with noise."""
+    """The copy engine cannot read this grad_o, or the call has noise, so g and e are made first."""
     for noise in (False, True):
         arguments, grad_o = operands(size("", n, m, d=d, h=h, hk=hk, p=1, noise=noise), "bf16", "linear")
         if not noise:
@@ -106,7 +104,7 @@ def test_graphs(d, taken):  # noqa: F811
 
 @pytest.mark.parametrize("b, h, n, d", [(2, 32, 16384, 64), (1, 16, 65536, 128)], ids=["d64", "d128"])
 def test_many_tokens(b, h, n, d, taken):  # noqa: F811
-    """Against the portable kernels, in fp32; the same bits when repeated."""
+    """Results are compared with the portable kernels in fp32, and a repetition gives the same bits."""
     arguments, grad_o = operands(size("", n, d=d, b=b, h=h, p=1), "bf16", "linear")
     first, second = both(arguments, grad_o), both(arguments, grad_o)
     assert set(taken()) == EXPECTED

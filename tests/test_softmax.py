@@ -46,7 +46,7 @@ def reference(x):
 
 
 def check(y, x):
-    """Result y for the tensor x, as good as PyTorch's own."""
+    """Checks that the result y for the tensor x is as accurate as PyTorch's own."""
     assert_within_contract("softmax", y, torch.softmax(x, -1), reference(x))
 
 
@@ -79,7 +79,7 @@ def test_arrays(dtype, function):
 
 @by_function
 def test_strides(function, device):
-    """A transposed tensor, every other column, expanded rows; and as arrays."""
+    """The input is transposed, every other column, or expanded rows, as a tensor and as an array."""
     x = torch.randn(6, 5, 8, device=device)
     for view in (x.transpose(0, 2), x[:, ::2, ::2], x[:1, :1].expand(4, 3, 8), x.permute(2, 0, 1)[1:, :, 1:]):
         check(function(view), view)
@@ -269,7 +269,7 @@ def test_opcheck(dtype, layout, algorithm, device):
 @by_algorithm
 @by_dtype
 def test_operator(dtype, algorithm, device):
-    """Values and the analytic gradient, twice."""
+    """Values and the analytic gradient are right and the same when repeated."""
     x = torch.randn(5, 1500, device=device).to(dtype)
     x[1] += 1000.0
     operator = partial(torch.ops.fastmax.softmax, algorithm=algorithm)
@@ -281,7 +281,8 @@ def test_operator(dtype, algorithm, device):
 
 @by_algorithm
 def test_operator_with_and_without_a_gradient(algorithm, device):
-    """`safe_softmax` and `online_softmax` call it for CUDA tensors: the same bits, recorded where a gradient is needed."""
+    """`safe_softmax` and `online_softmax` call it for CUDA tensors. The bits are the same, and it is recorded only if a
+    gradient is needed."""
     x = torch.randn(3, 40, device=device)
     expected = torch.ops.fastmax.softmax(x, algorithm)
     recorded = ops.softmax(x.detach().requires_grad_(), algorithm)
@@ -368,13 +369,13 @@ WIDTHS = (1, 2, 3, 4, 7, 8, 9, 31, 33, 127, 128, 129, 511, 513, 1023, 1024, 1025
 
 
 def misaligned(rows, width, dtype, first, gap):
-    """(rows, width), element `first` of a buffer of its own and `gap` elements between rows."""
+    """Returns (rows, width) that starts at element `first` of its own buffer, with `gap` elements between rows."""
     buffer = torch.randn(first + rows * (width + gap), device=CUDA).to(dtype)
     return buffer[first:].view(rows, width + gap)[:, :width]
 
 
 def run_kernel(x, algorithm):
-    """On poisoned memory; the given tensor stays as it was."""
+    """Runs the kernel on poisoned memory and checks that it leaves its argument unchanged."""
     before = x.clone()
     verify.poison_free_memory(CUDA)
     y = torch.ops.fastmax.softmax(x, algorithm)
@@ -387,7 +388,8 @@ def run_kernel(x, algorithm):
 @by_kernel_dtype
 @pytest.mark.parametrize("width", WIDTHS)
 def test_kernel_widths(width, dtype, algorithm):
-    """Against float64, repeatable bit by bit; few rows, and as many as fill the device where they are short."""
+    """Results agree with float64 and repeat bit by bit, for few rows and, if these are short, for as many as fill the
+    device."""
     for rows in (1, 3) if width > 4097 else (1, 5, 3001):
         x = torch.randn(rows, width, device=CUDA).to(dtype)
         y = run_kernel(x, algorithm)
@@ -400,7 +402,7 @@ def test_kernel_widths(width, dtype, algorithm):
 @by_kernel_dtype
 @pytest.mark.parametrize("width", [1, 5, 8, 31, 64, 1000, 1023, 32769, 70001])
 def test_kernel_alignments(width, dtype, algorithm):
-    """Rows that begin anywhere within 16 bytes, alike or not, as does the output."""
+    """Rows of the input and of the output begin anywhere within 16 bytes, alike or not."""
     for first in (0, 1, 3, 8):
         for gap in (0, 1, 5, 8):
             x = misaligned(4, width, dtype, first, gap)
@@ -425,7 +427,7 @@ def test_kernel_strides(dtype, algorithm):
 @by_kernel_dtype
 @pytest.mark.parametrize("width", [20, 1024, 5000, 40000, 70000])
 def test_kernel_on_extreme_rows(width, dtype, algorithm):
-    """-inf where whole lanes, warps and chunks have nothing else; infinity and NaN in the first, a middle and the last one."""
+    """Whole lanes, warps and chunks hold only -inf, and infinity and NaN are in the first, a middle and the last one."""
     x = torch.randn(16, width, device=CUDA)
     x[0] *= 1e4
     x[1] -= 1e4
@@ -451,7 +453,7 @@ def test_kernel_on_extreme_rows(width, dtype, algorithm):
 @kernel_test
 @by_algorithm
 def test_many_rows(algorithm):
-    """More rows than a 16-bit grid dimension, more elements than a 32-bit index."""
+    """There are more rows than a 16-bit grid dimension holds, and more elements than a 32-bit index."""
     x = torch.randn(100_003, 3, device=CUDA)
     check(run_kernel(x, algorithm), x)
     if torch.cuda.get_device_properties(CUDA).total_memory < 2**34:
@@ -465,7 +467,8 @@ def test_many_rows(algorithm):
 @kernel_test
 @pytest.mark.parametrize("function", [safe_softmax, online_softmax])
 def test_which_calls_run_the_kernel(function, monkeypatch):
-    """Half types and float32, gradients recorded or not; not float64, forward mode, torch.func, blocks and states."""
+    """The kernel computes half types and float32, with and without gradients. It does not compute float64, forward mode,
+    torch.func, blocks or states."""
     seen = []
     right = row_softmax.forward
     monkeypatch.setattr(row_softmax, "forward", lambda *args: seen.append("operator") or right(*args))

@@ -1,5 +1,6 @@
-"""`prefill` and its gradient in pieces: `state_of_keys` and `state_of_queries` make the state, or its gradient, alone;
-`prefill_saved_` is what is left of the one, `prefill_backward_of_queries` and `prefill_backward_of_keys_` of the other."""
+"""The parts of `prefill` and of its gradient: `state_of_keys` and `state_of_queries` make the state, or its gradient, alone;
+`prefill_saved_` computes the rest of the forward, `prefill_backward_of_queries` and `prefill_backward_of_keys_` the rest of the
+backward."""
 
 import pytest
 import torch
@@ -17,19 +18,19 @@ CASES = {
     "GQA": {"n": 300, "h": 6, "hk": 2},
     "many states": {"n": 300, "b": 3, "h": 40, "hk": 40},
     "decay": {"n": 700, "decay": True},
-    "decay, forgetting": {"n": 700, "decay": True, "resets": 0.01},
+    "decay, resets": {"n": 700, "decay": True, "resets": 0.01},
     "sequences": {"n": 700, "resets": 0.01},
     "mask": {"n": 300, "mask": True},
     "head dims 5 and 7": {"n": 300, "d": 5, "dv": 7},
     "head dim 128": {"n": 300, "h": 1, "hk": 1, "d": 128, "dv": 128},
 }
 DTYPES = {"cpu": (torch.float64,), "cuda": (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-# Of sums over tokens, made in two orders; kernels round what fades to the end of a chunk, and chunks differ.
+# For sums over tokens that are made in two orders; kernels round what decays to the end of a chunk, and chunks differ.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
 def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, resets=0.0, mask=False):
-    """Returns q, k, v and the call; on a CPU, where heads are only a loop, of few heads."""
+    """Returns q, k, v and the call. On a CPU there are few heads, since more would only repeat a loop."""
     if torch.device(device).type == "cpu" and h == hk:
         h = hk = min(h, 2)
     q, k, v = (torch.randn(b, heads, n, x, device=device, dtype=dtype) for heads, x in ((h, d), (hk, d), (hk, dv)))
@@ -68,7 +69,7 @@ def test_they_are_those_of_prefill(device, case, p):
 
 
 def pairs_of(new, of_new, state, of_state):
-    """float64 (b, hk, 2): what the products of states and their gradients sum to; 0 where there is no gradient."""
+    """Returns the sums of the products of states and their gradients, float64 (b, hk, 2), 0 without a gradient."""
     zero = torch.zeros(state[0].shape[:2], dtype=torch.float64, device=state[0].device)
 
     def pairs(states, grads):
@@ -134,7 +135,8 @@ GOES_ON = {"state_of_keys": "prefill_saved_", "state_of_queries": "prefill_backw
 
 @pytest.mark.parametrize("keeps, goes_on", GOES_ON.items())
 def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
-    """Saved states contain the coefficients of the score, as the kernels read them."""
+    """The operator that saves states and the one that reads them have the same score options, because saved states contain the
+    coefficients of the score."""
 
     def options(name):
         arguments = getattr(torch.ops.fastmax, name).default._schema.arguments
@@ -144,8 +146,8 @@ def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
     assert options(goes_on)[:4] == ["scale", "a0", "a1", "a2"]
 
 
-def test_what_is_kept_is_of_the_call_s_score(monkeypatch):
-    """`ops` hands on the score of the call where states are made, as where they are read."""
+def test_every_operator_gets_the_score_of_the_call(monkeypatch):
+    """`ops` passes the score of the call to the operators that make states and to those that read them."""
     q, k, v, call = given("cpu", torch.float32, 2, 3)
     seen = {}
 

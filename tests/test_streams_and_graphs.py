@@ -18,7 +18,7 @@ INPUTS = ("q", "k", "v", "log_decay", "cu_seqlens", "grad_o", "grad_lse")
 
 
 def draw(seed):
-    """Returns random operands of one batch entry, which can be packed. Some tokens reset all before them."""
+    """Returns random operands of one batch entry, which can be packed. Some tokens are resets."""
     g = torch.Generator(DEVICE).manual_seed(seed)
     q, k, v, grad_o = (torch.randn(1, h, TOKENS, 64, device=DEVICE, dtype=torch.bfloat16, generator=g) for h in (4, 2, 2, 4))
     log_decay = -torch.rand(1, 2, TOKENS, device=DEVICE, generator=g)
@@ -46,7 +46,7 @@ def train(x, options, algorithm):
 
 
 def prefill(x, options, _):
-    """Two pieces from nothing: outputs and the state that is left."""
+    """Runs two pieces from an empty state. Returns the outputs and the last state."""
     state = fastmax.decoding.init_state(1, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     outputs = []
     for piece in (slice(0, 300), slice(300, TOKENS)):
@@ -78,7 +78,7 @@ by_call = pytest.mark.parametrize("call", CALLS)
 
 @by_call
 def test_side_stream(call):
-    """The work waits for its own stream, where the operands are late."""
+    """The operands arrive late on a stream of their own, and the kernels must wait for that stream."""
     run, *how = CALLS[call]
     x = draw(1)
     expected = run(x, *how)
@@ -89,7 +89,7 @@ def test_side_stream(call):
 @torch_warns
 @by_call
 def test_cuda_graph(call):
-    """Captured once, replayed on other inputs: other decays, other sequences."""
+    """The graph is captured once and replayed on other inputs, with other decays and other sequences."""
     run, *how = CALLS[call]
     static = draw(1)
     graph, captured = capture(lambda: run(static, *how))

@@ -1,4 +1,5 @@
-"""swap_attention: nn.MultiheadAttention's definition with f in place of exp, alone and inside torch's transformer layers."""
+"""swap_attention: the definition of nn.MultiheadAttention with f in place of exp, alone and inside torch's transformer
+layers."""
 
 import copy
 import io
@@ -17,10 +18,8 @@ DTYPE = torch.float64
 
 
 def polynomial_mha(mha, query, key, value, ignored=None, blocked=None, temperature=None, p=2) -> Tensor:
-    """nn.MultiheadAttention's own formula, dense and batch first, with 1 + s + s^2 / 2 (p = 2) or 1 + s in place of exp(s).
-
-    ignored (b, m) and blocked (n, m) are bool, True = not visible.
-    """
+    """Computes nn.MultiheadAttention's formula, dense and batch first, with 1 + s + s^2 / 2 (p = 2) or 1 + s in place of
+    exp(s). ignored (b, m) and blocked (n, m) are bool, True = not visible."""
     if mha.in_proj_weight is not None:
         weights = mha.in_proj_weight.chunk(3)
     else:
@@ -68,7 +67,7 @@ def as_float(mask: Tensor, dtype=DTYPE) -> Tensor:
 
 
 def padding(b: int, m: int) -> Tensor:
-    """True = padding: a different number of keys on the right of each row."""
+    """Returns a mask, True = padding, with a different number of padded keys on the right of each row."""
     return torch.arange(m) >= m - torch.arange(b)[:, None]
 
 
@@ -132,7 +131,7 @@ def test_unbatched(batch_first):
 
 
 def test_small_scores_approach_softmax():
-    """The default temperature is softmax attention's scale: f agrees with exp to second order."""
+    """The default temperature is softmax attention's scale, so f agrees with exp to second order."""
     mha = make_mha(batch_first=True)
     x = 0.05 * torch.randn(2, 8, E, dtype=DTYPE)
     with torch.no_grad():
@@ -188,7 +187,7 @@ def test_the_option_dropout_takes_the_place_of_attention_dropout():
 
 
 def test_pytorch_s_default_dropout():
-    """0.1, in the layer and in its attention."""
+    """PyTorch's layers have dropout 0.1, also in their attention."""
     with pytest.raises(ValueError, match=r"'self_attn': .*dropout = 0\.1"):
         swap_attention(nn.TransformerEncoderLayer(E, 2))
     layer = nn.TransformerEncoderLayer(E, 2)
@@ -250,7 +249,7 @@ def test_is_causal_is_aligned_at_the_start(n, m, given):
 
 @pytest.mark.parametrize("hint", [True, False], ids=["hint", "no hint"])
 def test_the_mask_decides_where_n_differs_from_m(hint):
-    """Aligned at the end, with or without a hint, which alone would mean the start."""
+    """A causal mask aligned at the end counts with or without a hint, which alone would mean alignment at the start."""
     mha = make_mha(batch_first=True)
     query, key = torch.randn(2, 3, E, dtype=DTYPE), torch.randn(2, 5, E, dtype=DTYPE)
     blocked = causal_mask(3, 5, diagonal=3)
@@ -471,7 +470,7 @@ def test_what_cannot_be_swapped_is_refused_by_name_and_nothing_changes(make, mes
 
 
 class OwnAttention(nn.Module):
-    """Softmax attention that nothing here knows."""
+    """Softmax attention of a class that fastmax does not know."""
 
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x)
@@ -503,7 +502,7 @@ def test_refused_options_leave_the_model_alone(option):
 
 
 def calls_and_output(model, *args, **kwargs):
-    """Number of attention calls, and the output."""
+    """Returns the number of attention calls, and the output."""
     with mock.patch.object(
         SwappedMultiheadAttention, "forward", autospec=True, side_effect=SwappedMultiheadAttention.forward
     ) as forward:
@@ -587,7 +586,8 @@ def test_swapping_behind_the_encoder_s_back_is_an_error_not_softmax():
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch_first", "sequence_first"])
 def test_transformer(batch_first):
-    """Encoder, decoder, cross attention, all masks; causality and padding seen from outside."""
+    """The model has an encoder, a decoder, cross attention and all masks. Causality and padding are checked by changing
+    inputs."""
     options = {"num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 16, "dropout": 0.0, "dtype": DTYPE}
     model = nn.Transformer(E, 2, batch_first=batch_first, **options)
     replaced = swap_attention(model)

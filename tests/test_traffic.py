@@ -155,7 +155,7 @@ def test_state():
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 def test_states_outgrow_nothing(head_dim):
-    """Linear in the tokens, where the scores are not: twice the tokens, at most twice the bytes."""
+    """The bytes of states are linear in the tokens, unlike those of scores: twice the tokens take at most twice the bytes."""
     for causal in (False, True):
         half, whole = (hbm_traffic(n, head_dim, torch.bfloat16, "linear", causal=causal).total for n in (2**16, 2**17))
         assert half < whole <= 2.1 * half
@@ -236,7 +236,7 @@ int main() { rows<Bf16>("bfloat16"), rows<Fp16>("float16"), rows<Fp32>("float32"
 
 
 def test_sizes_are_those_of_the_cuda_sources():
-    """Chunk lengths, bytes of a state and rows of a tile, compiled from csrc/."""
+    """The chunk lengths, bytes of a state and rows of a tile are compared with those compiled from csrc/."""
     probe = compile_probe(PROBE, device_code=True)
     lines = [line.split() for line in subprocess.run([probe], check=True, capture_output=True, text=True).stdout.splitlines()]
     assert len(lines) == 15

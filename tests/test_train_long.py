@@ -1,4 +1,4 @@
-"""`examples/train_long.py`: the same losses on any number of ranks, and from a checkpoint of another number of them."""
+"""`examples/train_long.py` has the same losses on any number of ranks, and from a checkpoint of another number of ranks."""
 
 import copy
 import csv
@@ -17,7 +17,7 @@ TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
 
 def train_long():
-    """The example, which imports what lies beside it."""
+    """Returns the example as a module; it imports files beside it."""
     import sys
 
     sys.path.insert(0, str(EXAMPLES))

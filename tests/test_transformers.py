@@ -1,4 +1,4 @@
-"""The Hugging Face integration on small random models: against the same models with dense masks and a naive polynomial."""
+"""The Hugging Face integration on small random models, against the same models with dense masks and a naive polynomial."""
 
 import copy
 import importlib
@@ -126,7 +126,7 @@ def test_generate_with_cache_equals_without(family, beams):
 
 @FAMILIES
 def test_cached_logits_equal_one_pass(family):
-    """Prefill, several tokens at once on top of the cache (as speculative decoding does), then one."""
+    """A prefill is followed by several tokens at once, as in speculative decoding, and then by one."""
     model = family()
     ids = tokens(2, 9)
     expected = model(ids).logits
@@ -179,7 +179,7 @@ def test_encoder_decoder_model():
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
 def test_causal_model_used_bidirectionally(given):
-    """transformers' own switch: is_causal=False in the call."""
+    """transformers' switch for it is is_causal=False in the call."""
     model = llama()
     ids, mask = tokens(3, 9), padding_mask("right")
     arguments = {"is_causal": False, "attention_mask": mask if given else None}
@@ -193,7 +193,7 @@ def test_causal_model_used_bidirectionally(given):
 
 
 def recorded_call(model, *args, **kwargs):
-    """Arguments of the first call of fastmax_attention."""
+    """Returns the arguments of the first call of fastmax_attention."""
     with mock.patch.object(integration.forward, "fastmax_attention", side_effect=fastmax_attention) as attention:
         model(*args, **kwargs)
     return attention.call_args_list[0]
@@ -230,7 +230,7 @@ def test_options_from_the_configuration():
 
 
 def test_exact_window():
-    """As wide as the sequence it is softmax attention, which the model had."""
+    """A window as wide as the sequence gives softmax attention, which the model had before."""
     model, ids, mask = llama(), tokens(3, 9), padding_mask("left")
     plain = run(model, ids, mask)
     integration.configure(model, exact_window=9)
@@ -282,7 +282,7 @@ def test_configure_reaches_sub_configurations():
 
 
 def test_configure_reaches_copies_of_the_configuration():
-    """An encoder-decoder model hands its parts copies."""
+    """An encoder-decoder model gives its parts copies of the configuration."""
     config = transformers.BertGenerationConfig(
         vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
     )  # fmt: skip
@@ -390,6 +390,25 @@ def test_model_with_attention_of_its_own_is_refused(name):
     config._attn_implementation = "fastmax"  # by hand
     with pytest.raises(ValueError, match='cannot run attn_implementation="fastmax"'):
         integration.check(model)
+
+
+def test_model_with_a_table_of_attention_classes_is_built_once(monkeypatch):
+    """GIT's file lists attention classes of its text layers by implementation; its vision model does not use the list."""
+    built, init = [], transformers.PreTrainedModel.__init__
+
+    def counted(self, *args, **kwargs):
+        built.append(type(self).__name__)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", counted)
+    config = tiny_config(transformers.GitVisionConfig)
+    config._attn_implementation = "fastmax"
+    transformers.GitVisionModel(config)
+    assert built == ["GitVisionModel"]
+    kind, config = own_attention("Git")
+    config._attn_implementation = "fastmax"
+    with pytest.raises(ValueError, match='GitSelfAttention cannot run attn_implementation="fastmax"'):
+        kind(config)
 
 
 def test_part_with_attention_of_its_own():
@@ -547,7 +566,7 @@ def test_attention_dropout_is_refused_in_training_only(model, attribute, option)
 
 
 def test_the_option_dropout_takes_the_place_of_attention_dropout():
-    """As in `swap_attention`."""
+    """This is as in `swap_attention`."""
     ids = tokens(2, 5)
     model = llama(attention_dropout=0.5, fastmax={"dropout": 0.0})
     assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)

@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def generate(model, ids, mask=None, cache=None, **options) -> Tensor:
-    """With the cache, or without any."""
+    """Generates with the cache, or without any."""
     options = {"max_new_tokens": 8, "do_sample": False} | options
     mask = torch.ones_like(ids) if mask is None else mask
     how = {"use_cache": False} if cache is None else {"past_key_values": cache}
@@ -41,7 +41,7 @@ def generate(model, ids, mask=None, cache=None, **options) -> Tensor:
 
 
 def tensors(value: object, seen: set[int]) -> dict[int, int]:
-    """Bytes of each memory that an object refers to, by its address."""
+    """Returns the bytes of each memory that an object refers to, by its address."""
     if id(value) in seen:
         return {}
     seen.add(id(value))
@@ -84,7 +84,7 @@ def test_sampling_equals_no_cache(family):
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_logits_in_parts(family, side, options):
-    """First one token, several twice on top of the state, then one."""
+    """One token comes first, then twice several on top of the state, then one."""
     model = family(fastmax=options)
     ids, mask = tokens(3, 9), padding_mask(side)
     expected, cache, parts = run(model, ids, mask), FastmaxCache(model.config), []
@@ -102,7 +102,7 @@ def test_logits_in_parts(family, side, options):
 @FAMILIES
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_right_padded_prompts_go_on_as_each_alone(family, options):
-    """Tokens that follow padding: windows and positions count real tokens."""
+    """For tokens after padding, windows and positions count real tokens."""
     model = family(fastmax=options)
     ids, new, mask, cache = tokens(3, 9), tokens(3, 3), padding_mask("right"), FastmaxCache(model.config)
     run(model, ids, mask, past_key_values=cache)
@@ -149,7 +149,7 @@ def test_prefill_in_chunks():
 
 @FAMILIES
 def test_turns(family):
-    """Each turn goes on from the cache of the one before, of which all but the last token is known."""
+    """Each turn continues from the cache of the one before, which has seen all but the last token."""
     model = family()
     text, mask, cache = tokens(3, 9), padding_mask("left"), FastmaxCache(model.config)
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_made_where_the_configuration_asks_for_it(family, tmp_path):
 
 
 def test_made_for_decay_gates():
-    """transformers' caches cannot serve them."""
+    """A FastmaxCache is made, because transformers' caches do not store decays."""
     model = llama()
     add_decay(model)
     assert type(made_by_generate(model)) is FastmaxCache
@@ -467,7 +467,7 @@ def test_configuration():
 
 
 def started(**options):
-    """A model and a cache that has seen a left-padded batch."""
+    """Returns a model and a cache that has seen a left-padded batch."""
     model = llama(fastmax=options)
     cache = FastmaxCache(model.config)
     with torch.no_grad():

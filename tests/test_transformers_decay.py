@@ -1,4 +1,4 @@
-"""Keys that fade in Hugging Face models: the option `log_decay`, and gates added by `add_decay`."""
+"""Decays in Hugging Face models: the option `log_decay`, and gates added by `add_decay`."""
 
 import copy
 from unittest import mock
@@ -41,7 +41,7 @@ def constant(family, **options):
 
 
 def gated(family, num_hidden_layers=2, **options):
-    """With gates that depend on their input."""
+    """Adds gates that depend on their input."""
     model = family(fastmax=options, num_hidden_layers=num_hidden_layers)
     add_decay(model, 16.0)
     for name, parameter in model.named_parameters():
@@ -135,8 +135,8 @@ def test_generate_equals_no_cache(family, kind, options, beams):
 
 
 @KINDS
-def test_padding_between_turns_makes_nothing_fade(kind):
-    """Rows of one turn that are shorter than others are padded in the midst of the sequence."""
+def test_padding_between_turns_decays_nothing(kind):
+    """In one turn some rows are shorter than others, so they are padded in the middle of the sequence."""
     model, ids = kind(llama), tokens(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 3:6] = 0
@@ -151,7 +151,7 @@ def test_padding_between_turns_makes_nothing_fade(kind):
 
 
 def test_keys_and_values_with_decays():
-    """transformers' cache serves where the decays of old keys are known, and is refused where they are not."""
+    """transformers' cache is used if the decays of old keys are known, and refused if they are not."""
     ids = tokens(2, 9)
     model, cache = constant(llama), transformers.DynamicCache()
     parts = [model(part, past_key_values=cache).logits for part in ids.split([4, 1, 4], dim=1)]
@@ -201,7 +201,7 @@ def test_saved_and_loaded(family, tmp_path):
 
 
 def test_configuration_alone():
-    """A new model of the configuration begins as one to which gates are added."""
+    """A new model made from the configuration equals one to which gates are added."""
     model = llama()
     add_decay(model, 50.0, shortest_half_life=7.0, layers=[1])
     config = transformers.LlamaConfig.from_dict(model.config.to_dict())
@@ -212,7 +212,7 @@ def test_configuration_alone():
 
 
 def test_checkpoint_without_gates(tmp_path):
-    """Weights that are not in the file begin as they should, and not as memory happened to be."""
+    """Weights that the file lacks are initialised, and are not whatever the memory held."""
     model = llama()
     model.save_pretrained(tmp_path)
     add_decay(model, 50.0)
@@ -225,7 +225,8 @@ def test_checkpoint_without_gates(tmp_path):
 
 
 def test_trained_gates_are_not_initialised_again(tmp_path):
-    """As transformers does with all parts of a model that gets a new head, or becomes a part of another."""
+    """transformers keeps all trained parts when a model gets a new head or becomes a part of another; gates must be kept
+    too."""
     model = gated(llama)
     model.save_pretrained(tmp_path)
     fresh = make(transformers.LlamaForCausalLM, copy.deepcopy(model.config))
@@ -277,7 +278,7 @@ def test_autocast():
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(kind, dtype):
-    """A model of the CPU in float64; a whole sequence, and in parts from states."""
+    """The reference is a model on the CPU in float64. A whole sequence is compared, and one in parts from states."""
     model, ids = kind(llama, exact_window=4), tokens(2, 40)
     expected = model(ids).logits
     model, ids = model.to("cuda", dtype), ids.cuda()
@@ -291,7 +292,7 @@ def test_on_a_gpu(kind, dtype):
     assert error < (1e-3 if dtype == torch.float32 else 0.1)
 
 
-# ---- what cannot fade
+# ---- models without decays
 
 
 def encoder(kind="bert"):

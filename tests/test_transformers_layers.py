@@ -1,4 +1,4 @@
-"""Fastmax in the layers named, softmax in the others: masks, caches, and what is saved."""
+"""Models in which the named layers run fastmax and the others softmax: masks, caches, and saved configurations."""
 
 import copy
 from types import SimpleNamespace
@@ -203,7 +203,7 @@ def test_prefill_in_chunks(make_model):
 
 
 def test_size():
-    """The window's keys and values and the states do not grow; a softmax layer of all keys does."""
+    """Keys and values of a window and states do not grow; those of a softmax layer over all keys do."""
     for model, grows in ((gemma(), False), (llama(fastmax={"layers": [1]}), True)):
         sizes = set()
         for new in (8, 20):
@@ -214,7 +214,7 @@ def test_size():
 
 
 def test_size_with_linear_layers():
-    """They have no keys and values, but states."""
+    """Linear layers have states and no keys and values."""
     cache = FastmaxCache(gemma().config)
     cache.layers[0] = SimpleNamespace(conv_states={0: None, 1: torch.ones(2, 3)}, recurrent_states={0: torch.ones(4)})
     assert cache.nbytes == 40

@@ -1,4 +1,5 @@
-"""Every family of models in the installed transformers: fastmax by its definition, or an error that names fastmax."""
+"""Every model family of the installed transformers either runs fastmax by its definition or raises an error that names
+fastmax."""
 
 import contextlib
 import functools
@@ -37,7 +38,8 @@ HARMLESS = {  # what reaches an attention function and does not ask for another 
 
 
 def reference_forward(module, query, key, value, attention_mask, scaling=None, is_causal=None, **kwargs):
-    """The definition with any mask, bool (True = visible) or 0 where visible; without one as transformers' sdpa has it."""
+    """Computes the definition with any mask, bool (True = visible) or 0 where visible. Without a mask it follows transformers'
+    sdpa."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     s = query.double() @ key.double().mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     w = 1 + s + s * s / 2
@@ -60,7 +62,7 @@ transformers.AttentionMaskInterface.register(REFERENCE, reference_mask)
 
 
 class Recorder:
-    """What runs while fastmax is chosen: calls of its attention function, their arguments, and modules that take a softmax."""
+    """Records the calls of fastmax's attention function, their arguments, and modules that take a softmax."""
 
     def __init__(self):
         self.calls, self.arguments, self.softmax = 0, set(), set()
@@ -133,7 +135,7 @@ def quietly(function: Callable) -> Callable:
 @functools.cache
 @quietly
 def outcome(kind: type[PreTrainedModel]) -> str:
-    """ "equal", "refused", "no attention" or "not tried: ..."; anything else is an AssertionError."""
+    """Returns "equal", "refused", "no attention" or "not tried: ...". Anything else is an AssertionError."""
     try:
         config = tiny_config(kind.config_class)
     except Exception as error:
@@ -198,7 +200,7 @@ def test_family(family):
 
 
 def test_outcomes_are_plausible():
-    """A recipe that stopped to fit would turn every outcome into "not tried"."""
+    """A recipe for tiny models that no longer fits would turn every outcome into "not tried"."""
     outcomes = {kind.__name__: outcome(kind) for family in families() for kind in model_classes(family)}
     counts = Counter(text.partition(":")[0] for text in outcomes.values())
     print(dict(counts))

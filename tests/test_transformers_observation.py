@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -27,7 +27,7 @@ WIDTH = 24  # of the models' hidden states
 
 @torch.library.custom_op("fastmax_tests::flash_attn_forward", mutates_args=())
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A kernel of another package, under a name as they have."""
+    """Stands for a kernel of another package, with a typical name."""
     return (q @ k.mT).softmax(-1) @ v
 
 
@@ -69,7 +69,7 @@ class Flex(Mixer):
 
 
 class HeadsOfPyTorch(Mixer):
-    """The function behind nn.MultiheadAttention, with weights of its own."""
+    """Calls the function behind nn.MultiheadAttention with weights of its own."""
 
     def mix(self, q, k, v):
         w, b = self.projection.weight, self.projection.bias
@@ -123,7 +123,7 @@ class ModuleOfSoftmax(Mixer):
 
 
 class MaskedScaledAndDropped(Mixer):
-    """With all that models do to scores and weights."""
+    """Does all that models do to scores and weights."""
 
     def mix(self, q, k, v):
         q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
@@ -136,7 +136,7 @@ class MaskedScaledAndDropped(Mixer):
 
 
 class RowByRow(Mixer):
-    """Scores are written into a tensor that is there before."""
+    """Writes the scores into a tensor that exists before."""
 
     def mix(self, q, k, v):
         s = q.new_zeros(q.shape[0], q.shape[1], k.shape[1])
@@ -151,7 +151,7 @@ class LogSoftmax(Mixer):
 
 
 class Broadcast(Mixer):
-    """Products and sums in place of matrix products."""
+    """Uses products and sums in place of matrix products."""
 
     def mix(self, q, k, v):
         w = (q[:, :, None] * k[:, None]).sum(-1).softmax(-1)
@@ -169,7 +169,7 @@ class LearnedQueries(Mixer):
 
 
 class TalkingWeights(Mixer):
-    """A matrix of parameters mixes the heads' weights."""
+    """Mixes the weights of the heads by a matrix of parameters."""
 
     def mix(self, q, k, v):
         q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
@@ -179,7 +179,7 @@ class TalkingWeights(Mixer):
 
 
 class Recorded(Mixer):
-    """Inside an autograd function."""
+    """Computes attention inside an autograd function."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -267,7 +267,7 @@ class LanguageModel(Mixer):
 
 
 class OtherWeights(Mixer):
-    """Softmax of a linear map, as of dynamic convolutions and deformable attention."""
+    """Takes a softmax of a linear map, as dynamic convolutions and deformable attention do."""
 
     def mix(self, q, k, v):
         return torch.softmax(q[..., :3], -1) @ v.unfold(1, 3, 1).mean((1, 2))[:, :, None].expand(-1, 3, WIDTH)
@@ -360,7 +360,7 @@ def test_what_is_no_attention_passes(kind, context):
 
 
 class Overriding(LlamaAttention):
-    """The attention of its base asks the interface, and does not run."""
+    """Does not run the attention of its base class, which asks the interface."""
 
     def forward(self, hidden_states, **kwargs):
         q = k = v = hidden_states
@@ -368,14 +368,14 @@ class Overriding(LlamaAttention):
 
 
 class Idle(LlamaAttention):
-    """No operation tells that it computes another function."""
+    """Computes another function, which no operation shows."""
 
     def forward(self, hidden_states, **kwargs):
         return torch.cumsum(hidden_states, 1), None
 
 
 class KernelOutsideOfPyTorch(LlamaAttention):
-    """A kernel that is no operator."""
+    """Calls a kernel that is not a PyTorch operator."""
 
     def forward(self, hidden_states, **kwargs):
         x = hidden_states.detach().numpy()
@@ -489,7 +489,7 @@ def test_first_forward_after_an_interrupt():
 
 
 class Optional(torch.nn.Module):
-    """Runs its part where it is told to."""
+    """Runs its part only if it is told to."""
 
     def __init__(self, part):
         super().__init__()
@@ -549,6 +549,28 @@ def test_tensors_without_values_are_not_observed():
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert model(fake.from_tensor(ids), use_cache=False).logits.shape == (2, 9, 40)
     assert hooks(model) and nothing_at_work()
+
+
+def test_real_inputs_in_fake_tensor_mode_are_not_observed():
+    """The model and its inputs are real tensors, so that only the mode tells that results have no values."""
+    model, ids = llama(), tokens(2, 9)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(model(ids, use_cache=False).logits, FakeTensor)
+    assert hooks(model) and nothing_at_work()
+
+
+def test_fake_tensors_of_a_part_do_not_abort_the_observation():
+    """PyTorch dispatches "prim.device" for fake tensors, and ends the process if the observer raises an error there."""
+
+    class PlansItsShape(Mixer):
+        def mix(self, q, k, v):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                shape = (q + k).shape
+            return v.reshape(shape)
+
+    model = with_mixer(PlansItsShape())
+    model(tokens(2, 9))
+    assert not hooks(model) and nothing_at_work()
 
 
 # ---- under torch.compile

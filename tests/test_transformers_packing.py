@@ -1,4 +1,4 @@
-"""Packed batches of Hugging Face models: equal to the documents one by one."""
+"""Packed batches of Hugging Face models equal the documents one by one."""
 
 import copy
 from unittest import mock
@@ -92,7 +92,7 @@ def test_equals_documents_one_by_one(make_model, way):
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "as in a graph"])
 def test_rows_of_a_batch(static):
-    """Each packed in its own way, one not at all."""
+    """Each row is packed in its own way, and one is not packed."""
     lengths = [(4, 1, 7), (6, 6), (12,)]
     for model in (gated(exact_window=2), gemma()):
         ids = tokens(3, 12)
@@ -199,7 +199,7 @@ def switched():
 
 @pytest.mark.parametrize("make_model", [llama, gpt2, gemma, switched])
 def test_refused_with_an_empty_cache(make_model):
-    """Tokens that go on from the cache would see all documents."""
+    """Tokens that continue from the cache would see all documents."""
     model = make_model()
     given = {"cu_seq_lens_q": CU, "position_ids": positions(LENGTHS)}
     caches = transformers.DynamicCache(config=model.config), FastmaxCache(model.config)
@@ -218,7 +218,7 @@ def test_refused_with_a_state():
 
 
 def test_refused_with_earlier_keys():
-    """Of the function alone, which another model's layer may call without the hook of ours."""
+    """The function itself refuses them, because another model's layer may call it without fastmax's hook."""
     layer, mask = llama().model.layers[0].self_attn, integration.fastmax_mask(1, 12, 15, 3)
     q, k = torch.randn(1, 4, 12, 6), torch.randn(1, 2, 15, 6)
     with pytest.raises(ValueError, match="12 queries of 15 keys"):
@@ -235,7 +235,7 @@ def test_bounds_are_of_one_row():
 
 
 def patterns(n=12):
-    """Mask functions, and whether they are causal within the documents that they show."""
+    """Returns mask functions, and whether each is causal within the documents."""
     documents = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
     packed = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(documents))
     later = torch.zeros(1, n, n, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""Every bad input raises the right exception, which names the argument, what it was and what it takes, before any work."""
+"""Every bad input raises an exception of the right type, which names the argument, its value and the accepted ones, before any
+work."""
 
 import re
 import warnings
@@ -238,7 +239,7 @@ def test_bad_input_of_three_dimensions(name):
 
 
 def test_mask_whose_batch_divides_the_heads_of_q_alone():
-    """8 heads of q and 4 of k: 8 sequences would be two of q for every head of k."""
+    """q has 8 heads and k has 4, so a mask of 8 sequences would have two of them per head of k."""
     three_d = {name: x.flatten(0, 1) for name, x in good().items()}
     mask = tensor(8, M, dtype=torch.bool)
     assert_refused(fastmax_attention, three_d | {"attention_mask": mask}, ValueError, ["attention_mask", "4", "(8, 7)"])
@@ -262,7 +263,7 @@ def test_messages_are_short(name):
 @pytest.mark.parametrize("attention", [fastmax_attention, fastmax.flash_attention], ids=["fastmax", "flash"])
 @pytest.mark.parametrize("value", [512, None, "no"])
 def test_the_toggle_is_a_bool(value, attention):
-    """512 in its place is an embed_dim."""
+    """512 in the position of the toggle is an embed_dim by mistake."""
     refusal = (TypeError, ["use_custom_gradient must be a bool", repr(value)])
     assert_refused(attention, good() | {"use_custom_gradient": value}, *refusal)
 
@@ -290,7 +291,7 @@ def test_a_state_s_lim_without_normalize():
 
 
 def test_numbers_of_other_kinds():
-    """Fractions and numpy's numbers are real numbers."""
+    """Fractions and numpy's numbers are accepted as real numbers."""
     inputs = good()
     expected = fastmax_attention(**inputs, a0=1.5, temperature=2.0)
     for half in (Fraction(3, 2), np.float32(1.5), np.float64(1.5)):
@@ -337,7 +338,7 @@ def test_meta_tensors_have_shapes_and_no_numbers(options, custom):
 
 
 def test_meta_tensors_inside_autocast():
-    """Autocast does not know the device: the cast is for others."""
+    """Autocast does not support the meta device, so these tensors are not cast."""
     with torch.autocast("cpu", torch.bfloat16):
         assert fastmax_attention(**{name: x.to("meta") for name, x in good().items()}).dtype == torch.float32
 
@@ -346,7 +347,7 @@ def test_meta_tensors_inside_autocast():
 
 
 def vanishing(**options):
-    """The warnings of one call; options made unique by the caller, because each configuration warns once a process."""
+    """Returns the warnings of one call. The caller passes unique options, because each configuration warns once per process."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fastmax_attention(**good(), **options)
@@ -400,7 +401,7 @@ def nothing_warned(monkeypatch):
 
 
 def caught_from(call):
-    """The RuntimeWarnings of a call."""
+    """Returns the RuntimeWarnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -454,7 +455,7 @@ def test_warnings_point_at_the_line_of_the_user(name, nothing_warned):
 
 
 def test_warnings_of_a_script_point_at_it(nothing_warned):
-    """At the top level of a program there is no caller's caller."""
+    """At the top level of a program there is no caller's caller to point at."""
     script = compile("\nfastmax_attention(**inputs, p=1)", "script.py", "exec")
     (warning,) = caught_from(lambda: exec(script, {"fastmax_attention": fastmax_attention, "inputs": good()}))
     assert (warning.filename, warning.lineno) == ("script.py", 2)

@@ -38,7 +38,7 @@ WRONG = {
 
 
 def turned_wrong(attention, wrong, custom):
-    """`attention` whose output is `wrong` on one side of the toggle."""
+    """Returns `attention` with the output replaced by `wrong` on one side of the toggle."""
 
     def changed(**arguments):
         outputs = attention(**arguments)
@@ -183,7 +183,7 @@ somebody's warning
 
 @pytest.fixture
 def library_prints(monkeypatch):
-    """library_prints(text): every check does, on the file descriptor."""
+    """Returns library_prints(text), after which every check prints the text to the file descriptor."""
     monkeypatch.setattr(verify.extension, "set_debugging", lambda on: None)
 
     def set_text(text):
@@ -377,7 +377,7 @@ def test_rounding_is_the_least_that_is_allowed():
 
 
 def scores_of_200(softmax):
-    """Between 200 and 202 for every pair, without rounding: their log-sum alone has one."""
+    """Returns operands with scores between 200 and 202, all exact, so that only their log-sum is rounded."""
     k = 200.0 + torch.randint(0, 9, (1, 2, 40, 1)) / 4.0
     options = {"causal": True} | ({"scale": 1.0} if softmax else {"exact_window": 40, "algorithm": "quadratic", "p": 2})
     return {"q": torch.ones(1, 2, 40, 1), "k": k, "v": torch.randn(1, 2, 40, 8)}, options
@@ -385,7 +385,8 @@ def scores_of_200(softmax):
 
 @pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "exact window"])
 def test_the_rounding_of_log_sums_is_allowed(softmax, monkeypatch):
-    """In proportion to the largest: gradients that are right to a rounding of it pass, and not by another allowance."""
+    """Gradients with an error in proportion to the rounding of the largest log-sum pass, and they pass by that allowance
+    alone."""
     tensors, options = scores_of_200(softmax)
     plain = {name: x for name, x in options.items() if name != "algorithm"}
     largest = verify.largest_log_sum(tensors, plain, softmax)
@@ -404,7 +405,8 @@ def test_nothing_is_lost_to_log_sums_where_there_are_none():
 
 
 def test_a_plain_formula_that_overflows_is_no_standard():
-    """f(s) of 1e6 is past float16: the plain formula returns NaN, the operator does not, and is held to a few roundings."""
+    """f(s) of 1e6 is past float16, so the plain formula returns NaN. The operator does not, and may have an error of a few
+    roundings."""
     case = verify.Case("", {"temperature": 1.0}, queries=50, keys=50, dtype=torch.float16, magnitude=20.0)
     tensors = verify.random_tensors(case, "cpu")
     assert not verify.run(verify.naive_attention, tensors, case.options)["o"].isfinite().all()
@@ -434,7 +436,7 @@ def test_precision_is_set_back():
 
 @pytest.fixture
 def memory_as_it_is():
-    """torch's own poison off, so that what `torch.empty` returns is what the memory holds."""
+    """Turns torch's own poison off, so that `torch.empty` returns what the memory holds."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     yield
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,4 +1,4 @@
-"""csrc/core/visibility.h, compiled for the host: ranges of tiles against every pair of a query and a key."""
+"""csrc/core/visibility.h, compiled for the host: ranges of tiles are compared with every pair of a query and a key."""
 
 import random
 import subprocess
@@ -102,7 +102,7 @@ def probe():
 
 
 def packed(n, m, a, b):
-    """Bounds of the queries and of the keys of three sequences."""
+    """Returns the bounds of the queries and of the keys of three sequences."""
     return [0, n // 3, n // 3 + a, n], [0, m // 4, m // 4 + b, m]
 
 
@@ -128,7 +128,7 @@ def draw(kind, rng):
 
 @pytest.mark.parametrize("kind", ["d", "w", "p"], ids=["dense", "window", "packed"])
 def test_ranges_of_tiles(probe, kind):
-    """Nothing visible outside of `seen`, everything visible in `whole`, and no tile in neither that could be."""
+    """No pair outside of `seen` is visible, every pair in `whole` is, and both ranges are as tight as possible."""
     rng = random.Random(kind)
     rows, lines = [], []
     for _ in range(60):

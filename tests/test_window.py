@@ -1,4 +1,5 @@
-"""`window` of `flash_attention`: against the definition, with everything else, inside PyTorch."""
+"""`window` of `flash_attention` against the definition, with every other option, and inside PyTorch's transforms and
+compilers."""
 
 from functools import partial
 
@@ -76,7 +77,7 @@ def test_across_tiles_in_float64(custom, causal, window, device):
 @pytest.mark.parametrize("window", [1, 5, (3, -1), (-1, 2)], ids=str)
 @by_gradient
 def test_more_queries_than_keys(custom, window, device):
-    """Query i stands at key i + m - n, which the first queries are before: most of them see nothing."""
+    """Query i is aligned with key i + m - n, which is negative for the first queries: most of them see no key."""
     inputs, grads = make(Case("", n=60, m=35, h=2, hk=1, d=4), torch.float64, device)
     attention = partial(with_lse, use_custom_gradient=custom)
     actual = assert_equals_definition(attention, naive_softmax_attention, inputs, grads, window=window)
@@ -113,7 +114,7 @@ def test_a_window_over_everything_changes_nothing(custom, causal, device):
 
 @by_gradient
 def test_what_no_window_reaches_leaves_no_trace(custom, device):
-    """Huge keys and values further away than the window: the same numbers."""
+    """Huge keys and values outside of all windows change no result."""
     inputs, grads = make(Case("", n=1, m=500, h=2, hk=1, d=8), device=device)
     attention = partial(with_lse, causal=True, window=20, use_custom_gradient=custom)
     before = run(attention, inputs, grads)
@@ -178,7 +179,7 @@ def test_torch_func_by_autograd(device):
 
 @pytest.mark.cuda
 def test_cost_does_not_grow_with_what_is_not_visited():
-    """A window of 128 over 2^19 tokens: all pairs would be 2^38, minutes; the window is milliseconds."""
+    """A window of 128 over 2^19 tokens takes milliseconds; all pairs, 2^38, would take minutes."""
     q, k, v = (torch.randn(1, 1, 2**19, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     flash_attention(q, k, v, causal=True, window=128)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

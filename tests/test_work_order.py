@@ -43,7 +43,7 @@ int main() {
 
 @pytest.fixture(scope="module")
 def walks():
-    """walks(calls): for each call a line of the probe."""
+    """Returns walks(calls), one line of the probe for each call."""
     probe = compile_probe(PROBE)
 
     def run(calls):
@@ -91,14 +91,16 @@ def test_every_item_once(walks):
 
 
 def test_blocks_have_the_same_to_do(walks):
-    """Causal items of a head take 1, 2, .. so long. With all rounds forwards the first block had 60 more than the last."""
+    """Causal items of a head take times 1, 2, ... If all rounds ran forwards, the first block would have 60 more than the
+    last."""
     (line,) = walks([(64, 4, 64, True, True)])
     _, blocks = parsed(line)
     assert {sum(row + 1 for row, _ in block) for block in blocks} == {4 * (64 + 1) // 2}
 
 
 def test_share_of_the_time_that_multiprocessors_are_busy(walks):
-    """Causal calls on 132 of them, beside the best that a list of items allows: the longest always to who is free first."""
+    """Causal calls on 132 multiprocessors are compared with the best schedule of a list of items: the longest item always goes
+    to the first free one."""
     fixed = 1.5  # what an item takes beside its tiles, in tiles
     multiprocessors = 132
     shapes = [

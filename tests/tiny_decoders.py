@@ -76,8 +76,8 @@ def mistral(**options):
 
 
 def polynomial_forward(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
-    """transformers' eager attention with 1 + s + s^2 / 2 for exp(s), in all layers or those that the configuration names;
-    attention_mask (b, 1, n, m), 0 = visible."""
+    """Computes transformers' eager attention with 1 + s + s^2 / 2 in place of exp(s), in all layers or in those that the
+    configuration names; attention_mask (b, 1, n, m), 0 = visible."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     layers = (getattr(module.config, "fastmax", None) or {}).get("layers", "all")
@@ -96,14 +96,14 @@ transformers.AttentionMaskInterface.register("polynomial", eager_mask)
 
 
 def make(kind, config):
-    """A float64 model in eval mode, with attn_implementation="fastmax"."""
+    """Returns a float64 model in eval mode, with attn_implementation="fastmax"."""
     torch.manual_seed(0)
     config._attn_implementation = "fastmax"
     return kind(config).double().eval()
 
 
 def softmax_attention(q, k, v) -> Tensor:
-    """Written out, for modules of other files."""
+    """Computes softmax attention written out, for modules of other files."""
     return (q @ k.mT).softmax(-1) @ v
 
 
@@ -112,7 +112,7 @@ def tokens(*shape) -> Tensor:
 
 
 def padding_mask(side: str | None, lengths=(9, 6, 1)) -> Tensor | None:
-    """(batch, keys), 1 = takes part."""
+    """Returns a mask (batch, keys), 1 = real token."""
     if side is None:
         return None
     position = torch.arange(max(lengths))
@@ -121,25 +121,26 @@ def padding_mask(side: str | None, lengths=(9, 6, 1)) -> Tensor | None:
 
 
 def run(model, ids, mask, **kwargs) -> Tensor:
-    """Logits. Positions count from the first token that is no padding, as generate counts them."""
+    """Returns logits. Positions count from the first real token, as in generate."""
     if mask is not None:
         kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     return model(ids, **kwargs).logits
 
 
 def assert_same_model(a, b, ids) -> None:
-    """Equal parameters and buffers, bit by bit, and logits that are close: sums depend on how memory is aligned."""
+    """Checks that parameters and buffers are equal bit by bit, and that logits are close: sums depend on how memory is
+    aligned."""
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(a(ids).logits, b(ids).logits)
 
 
 def gradients(model, ids, mask) -> tuple[Tensor, ...]:
-    """Of the loss, by every parameter."""
+    """Returns the gradient of the loss by every parameter."""
     return torch.autograd.grad(model(ids, attention_mask=mask, labels=ids, use_cache=False).loss, tuple(model.parameters()))
 
 
 def checkpointed(model):
-    """The model, from now on with gradient checkpointing."""
+    """Returns the model after turning on gradient checkpointing."""
     model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name since 5.2x
     return model

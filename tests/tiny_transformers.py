@@ -74,12 +74,13 @@ ADJUSTED = {  # what the rule above gets wrong, by the configuration's class
 
 
 def families() -> list[str]:
-    """Names of transformers' folders of models."""
+    """Returns the names of transformers' folders of models."""
     return sorted(package.name for package in pkgutil.iter_modules(transformers.models.__path__) if package.ispkg)
 
 
 def model_classes(family: str) -> list[type[PreTrainedModel]]:
-    """One class per configuration of a family, the plain model where there is one: heads have no attention of their own."""
+    """Returns one class per configuration of a family, the model without a head if there is one, because heads have no
+    attention."""
     package = importlib.import_module(f"transformers.models.{family}")
     found = {}
     for file in pkgutil.iter_modules(package.__path__):
@@ -131,7 +132,7 @@ def tiny_config(kind: type[PreTrainedConfig], default: PreTrainedConfig | None =
 
 
 def tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """In float64 and eval mode, with weights large enough that masks and scales matter.
+    """Returns a model in float64 and eval mode, with weights large enough that masks and scales matter.
 
     Raises:
         MemoryError: it is not tiny.
@@ -151,7 +152,8 @@ def tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
 
 
 def inputs(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Arguments to try until the model's forward takes them. Two rows of tokens that differ in the last one only."""
+    """Yields arguments to try until the model's forward accepts them. They have two rows of tokens that differ only in the last
+    one."""
     config = model.config
 
     def ids() -> Tensor:

@@ -1,8 +1,7 @@
-"""`pytest --unaligned`: tensors of the tests start anywhere in a vector, and products round as the addresses have it.
-
-BLAS libraries may choose a kernel, and with it an order of summation, by address. With this option every CPU shows it: a test
-that asks for the same bits of equal numbers at other addresses fails. Calls repeated on the same tensors give the same bits.
-"""
+"""`pytest --unaligned` lets tensors of the tests start anywhere in a vector, and makes the rounding of products depend on
+addresses. BLAS libraries may choose a kernel, and with it an order of summation, by address. With this option every CPU shows
+it: a test fails if it expects the same bits of equal numbers at other addresses. Calls repeated on the same tensors give the
+same bits."""
 
 import functools
 import random
@@ -21,7 +20,7 @@ _empty, _offsets, _library = torch.empty, random.Random(0), torch.library.Librar
 
 
 def moved(x: torch.Tensor) -> torch.Tensor:
-    """x, up to three elements behind the start of its memory."""
+    """Returns x, up to three elements behind the start of its memory."""
     offset = _offsets.randrange(4)
     if type(x) is not torch.Tensor or x.device.type != "cpu" or not (x.is_floating_point() and x.is_contiguous()):
         return x

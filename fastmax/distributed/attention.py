@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from fastmax import eager, ops
 from fastmax.core import validation
@@ -246,12 +247,12 @@ class _Arguments(NamedTuple):
 
 
 class _PartKeys(NamedTuple):
-    """Keys, values, mask and decays of a part and its halo."""
+    """Keys, values, mask and decays of a part and its halo, m tokens. The halo ends where the sequence does."""
 
-    k: Tensor  # (b, hk, before + n + after, d)
+    k: Tensor  # (b, hk, m, d)
     v: Tensor
-    mask: Tensor | None  # bool (b, before + n + after); False outside the sequence; never None with a halo
-    log_decay: Tensor | None  # (b, hk, before + n + after), 0 outside the sequence
+    mask: Tensor | None  # bool (b, m)
+    log_decay: Tensor | None  # (b, hk, m)
 
     def narrow(self, first: int, count: int) -> _PartKeys:
         if count == self.k.shape[2]:  # a view would cost a copy into zeros in the backward
@@ -285,7 +286,7 @@ class _Keys(NamedTuple):
         decay = None if decays[0] is None else torch.cat(decays, dim=2)
         if self.own is not None:
             return self.own._replace(log_decay=decay)
-        return _PartKeys(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(mask, dim=1), decay)
+        return _PartKeys(torch.cat(k, dim=2), torch.cat(v, dim=2), None if mask[0] is None else torch.cat(mask, dim=1), decay)
 
 
 # ---- arguments
@@ -418,8 +419,13 @@ def _attend(
         finish_reversed = _start_causal(q.flip(2), reversed_keys, reversed_arguments, score, algorithm, window)
         finish_global.append(lambda: tuple(x.flip(2) for x in finish_reversed()))
     # Local keys overlap with the exchange of states.
-    local_keys = keys.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, after)))
-    outputs = [_in_window(q, local_keys, arguments, Softmax(score.scale), window - 1, max(0, after - 1))]
+    left, right = window - 1, max(0, after - 1)
+    local_keys = []
+    for x, part in zip(keys.parts, arguments.parts, strict=True):
+        first = max(0, part.start - left)
+        last = min(part.stop + right, arguments.layout.tokens)
+        local_keys.append(x.narrow(first - max(0, part.start - window), last - first))
+    outputs = [_in_window(q, keys._replace(parts=local_keys), arguments, Softmax(score.scale), left, right)]
     return merge_attention(*zip(*outputs, *(finish() for finish in finish_global), strict=True))
 
 
@@ -433,15 +439,19 @@ def _start_causal(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Starts attention of each query to the keys at least `window` tokens before it.
 
-    This is causal attention with keys shifted by `window` tokens: query i is aligned with key i - `window`. `keys` must have a
-    halo of `window` tokens before each part.
+    This is causal attention of the queries from token `window` on, with keys shifted by `window` tokens: query i is aligned
+    with key i - `window`. Earlier queries see no key. `keys` must have a halo of `window` tokens before each part.
 
     Returns:
         A function that finishes the call and returns the output and the log of the denominators.
     """
     own, starts, between = [], [], []
+    layout = arguments.layout.without_first(window)
     for x, part in zip(keys.parts, arguments.parts, strict=True):
         first = decay = None
+        part = part._replace(start=max(part.start, window))  # the queries that see keys
+        if part.tokens <= 0:
+            continue
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay[..., : window + part.tokens], True, eager.compute_dtype(q.dtype))
             first = first[..., window:]
@@ -455,13 +465,15 @@ def _start_causal(
         own.append(x._replace(log_decay=decay).narrow(0, part.tokens))
     bounded = arguments.log_decay is not None or arguments.cu_seqlens is not None
     k, v, mask, decay = keys._replace(parts=own).side_by_side()
+    without_keys = q.shape[2] - k.shape[2]
+    q = q if without_keys == 0 else q[:, :, without_keys:]
     k_starts = tuple(x for x in starts if x is not None) if bounded else None  # if bounded, all of them
-    part_decays = None if k_starts is None else PartDecays(k, decay, k_starts, arguments.layout, arguments.group)
+    part_decays = None if k_starts is None else PartDecays(k, decay, k_starts, layout, arguments.group)
     attend: Callable[[], tuple[Tensor, Tensor]]
     if isinstance(score, Score) and algorithm == "linear":
-        attend = states.begin(q, k, v, decay, states.Job(score, arguments.layout, arguments.group, mask, k_starts, part_decays))
+        attend = states.begin(q, k, v, decay, states.Job(score, layout, arguments.group, mask, k_starts, part_decays))
     else:
-        job = ring.Job(score, True, arguments.layout, arguments.group, mask, k_starts, part_decays, None)
+        job = ring.Job(score, True, layout, arguments.group, mask, k_starts, part_decays, None)
         attend = partial(ring.attend, q, k, v, decay, job)
 
     def finish() -> tuple[Tensor, Tensor]:
@@ -471,6 +483,8 @@ def _start_causal(
             decays = torch.cat(between, dim=2).to(lse.dtype)
             decays = decays.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             lse = torch.where(lse == -torch.inf, lse, lse + decays)  # keeps -inf where no global key is visible
+        if without_keys > 0:
+            o, lse = F.pad(o, (0, 0, without_keys, 0)), F.pad(lse, (without_keys, 0), value=-torch.inf)
         return o, lse
 
     return finish
@@ -492,20 +506,23 @@ def _non_causal_ring(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, sco
 def _in_window(q: Tensor, keys: _Keys, arguments: _Arguments, score: Softmax, left: int, right: int) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query to the `left` tokens before it, its own token, and the `right` tokens after it.
 
-    `keys` must have a halo of these tokens. Returns the output and the log-sum-exp.
+    `keys` must have a halo of these tokens, where they exist. Returns the output and the log-sum-exp.
     """
     pieces = []
     for x, part in zip(keys.parts, arguments.parts, strict=True):
         of_part, m = q[:, :, part.local], x.k.shape[2]
-        # Operators align the last query with the last key. Here that aligns each query with the last key of its window.
-        call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, attention_mask=x.mask)
+        start = max(0, part.start - left)  # the token of the first key
+        # Operators align the last query with the last key, the token that is `ahead` of this query.
+        ahead = min(right, arguments.layout.tokens - part.stop)
+        after = -1 if right == 0 else right - ahead
+        call = Call(score, causal=right == 0, left=left + ahead, right=after, attention_mask=x.mask)
         first = end = None
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay, False, eager.compute_dtype(q.dtype))
-            call, first = call._replace(log_decay=decay), first[..., left:]
+            call, first = call._replace(log_decay=decay), first[..., part.start - start :]
         if arguments.cu_seqlens is not None:
             shape = (*x.k.shape[:2], part.tokens)
-            begin, end = ((x - part.start + left).clamp(0, m).to(torch.int32).expand(shape)
+            begin, end = ((x - start).clamp(0, m).to(torch.int32).expand(shape)
                           for x in _sequences(arguments.cu_seqlens, part))  # fmt: skip
             first = begin if first is None else torch.maximum(first, begin)
         call = call._replace(k_start=first, k_end=None if call.causal else end)
@@ -518,13 +535,14 @@ def _in_window(q: Tensor, keys: _Keys, arguments: _Arguments, score: Softmax, le
 
 
 def _with_halo(k: Tensor, v: Tensor, arguments: _Arguments, before: int, after: int) -> _Keys:
-    """Returns the keys of each local part with a halo of `before` and `after` tokens."""
+    """Returns the keys of each local part with a halo of `before` and `after` tokens, or as many as the sequence has there."""
     wide = eager.compute_dtype(k.dtype)
     mask, decay = arguments.mask, None if arguments.log_decay is None else arguments.log_decay.to(wide)
     if before + after == 0:
         own = _PartKeys(k, v, mask, decay)
         return _Keys([own.narrow(part.offset, part.tokens) for part in arguments.parts], own.narrow(0, 0), own)
-    around_parts = before, after, arguments.layout, arguments.group
+    layout = arguments.layout
+    around_parts = before, after, layout, arguments.group
     numeric_mask = None if mask is None else mask.unsqueeze(1).to(wide)
     k_halo, v_halo = halo((k, v), *around_parts)
     given = tuple(x for x in (numeric_mask, decay) if x is not None)
@@ -532,18 +550,15 @@ def _with_halo(k: Tensor, v: Tensor, arguments: _Arguments, before: int, after: 
     mask_halo, decay_halo = (None if x is None else next(of_given) for x in (numeric_mask, decay))
     parts = []
     for i, part in enumerate(arguments.parts):
-        at = (i, part, before, after)
-        tokens = torch.arange(part.start - before, part.stop + after, device=k.device)
-        is_valid = ((tokens >= 0) & (tokens < arguments.layout.tokens)).expand(k.shape[0], -1)
-        if numeric_mask is not None:
-            is_valid = is_valid & (around(numeric_mask, mask_halo, *at).squeeze(1) > 0)
+        at = (i, part, before, after, layout.tokens)
+        x_mask = None if numeric_mask is None else around(numeric_mask, mask_halo, *at).squeeze(1) > 0
         x_decay = None if decay is None else around(decay, decay_halo, *at)
-        parts.append(_PartKeys(around(k, k_halo, *at), around(v, v_halo, *at), is_valid, x_decay))
+        parts.append(_PartKeys(around(k, k_halo, *at), around(v, v_halo, *at), x_mask, x_decay))
     # Concatenated with the empty halo, so that its backward runs on this rank too.
     none = _PartKeys(
         torch.cat([k[:, :, :0], k_halo[:, :, :0]], dim=2),
         torch.cat([v[:, :, :0], v_halo[:, :, :0]], dim=2),
-        torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device),
+        None if mask is None else mask[:, :0],
         None if decay is None or decay_halo is None else torch.cat([decay[:, :, :0], decay_halo[:, :, :0]], dim=2),
     )
     return _Keys(parts, none)

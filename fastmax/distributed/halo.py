@@ -69,10 +69,15 @@ def halo(tensors: tuple[Tensor, ...], before: int, after: int, layout: Layout, g
     return _Halo.apply(plan(layout, group.rank(), before, after), group, *tensors)
 
 
-def around(x: Tensor, halo: Tensor, i: int, part: Part, before: int, after: int) -> Tensor:
-    """Returns the i-th local part of x together with its halo: (b, heads, before + n + after, ...)."""
-    of_part = halo.narrow(2, i * (before + after), before + after)
-    return torch.cat([of_part.narrow(2, 0, before), x[:, :, part.local], of_part.narrow(2, before, after)], dim=2)
+def around(x: Tensor, halo: Tensor, i: int, part: Part, before: int, after: int, tokens: int) -> Tensor:
+    """Returns the i-th local part of x together with its halo, as far as the sequence of `tokens` tokens reaches.
+
+    It is (b, heads, n + up to `before` + up to `after`, ...), and connected to the halo in the autograd graph in any case.
+    """
+    middle = i * (before + after) + before  # the position in the halo that is between the two sides
+    real_before, real_after = min(before, part.start), min(after, tokens - part.stop)
+    pieces = halo[:, :, middle - real_before : middle], x[:, :, part.local], halo[:, :, middle : middle + real_after]
+    return torch.cat(pieces, dim=2)
 
 
 class _Halo(torch.autograd.Function):

@@ -111,6 +111,12 @@ class Layout:
         n = self.tokens
         return Layout(tuple(tuple((n - stop, n - start) for start, stop in reversed(parts)) for parts in self.stretches))
 
+    def without_first(self, count: int) -> Layout:
+        """Returns the layout of the sequence without its first `count` tokens."""
+        if count == 0:
+            return self
+        return Layout(tuple(tuple((max(0, a - count), max(0, b - count)) for a, b in parts) for parts in self.stretches))
+
     def _of_rank(self, rank: int) -> Iterator[Part]:
         offset = 0
         for start, stop in self.stretches[rank]:

@@ -72,14 +72,14 @@ def exchanged_bytes(
     value_dim = head_dim if value_dim is None else value_dim
     v, decay = like.new_empty(batch, kv_heads, 0, value_dim), like.new_empty(batch, kv_heads, 0, dtype=wide)
     mask = like.new_empty(batch, 0, dtype=torch.bool)
-    # With a window every part has a mask, which marks the tokens inside the sequence.
-    masked = attention_mask or exact_window > 0
-    keys = ring.Keys(like, v, decay if log_decay else None, mask if masked else None)
+    keys = ring.Keys(like, v, decay if log_decay else None, mask if attention_mask else None)
     if exact_window == 0:
         return _global(layout, rank, keys, algorithm, causal, p, log_decay or cu_seqlens)
     total = _halo(layout, rank, keys, exact_window, 0 if causal else exact_window, attention_mask)
-    total += _global(layout, rank, keys, algorithm, True, p, log_decay or cu_seqlens)
-    return total if causal else total + _global(layout.mirrored(), rank, keys, algorithm, True, p, cu_seqlens)
+    total += _global(layout.without_first(exact_window), rank, keys, algorithm, True, p, log_decay or cu_seqlens)
+    if causal:
+        return total
+    return total + _global(layout.mirrored().without_first(exact_window), rank, keys, algorithm, True, p, cu_seqlens)
 
 
 def _global(layout: Layout, rank: int, keys: ring.Keys, algorithm: str, causal: bool, p: int, bounded: bool) -> Bytes:

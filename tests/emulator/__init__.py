@@ -142,7 +142,7 @@ class Library:
         self._library = ctypes.CDLL(str(link(folder, [*made.values(), *own])))
         for name in ("run", "kernels"):
             getattr(self._library, f"emulator_{name}").restype = ctypes.c_char_p
-        self._library.emulator_kept_bytes.restype = ctypes.c_int64
+        self._library.emulator_saved_bytes.restype = ctypes.c_int64
 
     def run(self, algorithm: str, direction: str, tensors: dict[str, torch.Tensor | None], **numbers: float) -> str:
         """Runs the kernels that cover the call, and returns their name."""
@@ -152,10 +152,10 @@ class Library:
             raise EmulatorError(error)
         return self._library.emulator_kernels().decode()
 
-    def kept_bytes(self, algorithm: str, direction: str, tensors: dict[str, torch.Tensor | None], **numbers: float) -> int:
+    def saved_bytes(self, algorithm: str, direction: str, tensors: dict[str, torch.Tensor | None], **numbers: float) -> int:
         """Returns the bytes of the argument `saved` of a call (csrc/core/algorithm.h)."""
         self._give(tensors, numbers)
-        return self._library.emulator_kept_bytes(algorithm.encode(), int(direction == "backward"))
+        return self._library.emulator_saved_bytes(algorithm.encode(), int(direction == "backward"))
 
     def _give(self, tensors: dict[str, torch.Tensor | None], numbers: dict[str, float]) -> None:
         self._library.emulator_begin()

@@ -213,7 +213,7 @@ const char* emulator_run(const char* algorithm, int backward) {
 const char* emulator_kernels() { return fastmax::kernels_name.c_str(); }
 
 // Bytes of the intermediate states that a call saves (Kernels::fwd_saved_bytes).
-int64_t emulator_kept_bytes(const char* algorithm, int backward) {
+int64_t emulator_saved_bytes(const char* algorithm, int backward) {
   using namespace fastmax;
   const Algorithm& chosen = algorithm_of(algorithm);
   return static_cast<int64_t>(backward != 0 ? saved_bytes(chosen, Direction::kBackward, &Kernels::bwd_saved_bytes)

@@ -3,7 +3,7 @@
 Each such module has a hook, which starts an `Observer` where none is at work. The observer sees the modules that run, those of
 them that call fastmax's attention function, and every operator that PyTorch dispatches. After the first forward that succeeds,
 in training or not, the hooks are removed from the modules that ran. A part that did not run is observed when it first runs.
-Nothing is observed where tensors have no values: while a graph is traced or a CUDA graph captured.
+Nothing is observed where tensors have no values: while a graph is traced, a CUDA graph captured or `FakeTensorMode` is active.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
@@ -48,8 +49,8 @@ class FirstForward:
         if torch.compiler.is_compiling():
             if self.suspicion is not None and self.config._attn_implementation == NAME:
                 raise ValueError(self.suspicion)
-        elif self.config._attn_implementation == NAME and not any(
-            map(is_tracing, (None, next(module.parameters(), None), *args, *kwargs.values()))
+        elif self.config._attn_implementation == NAME and not _has_no_values(
+            (next(module.parameters(), None), *args, *kwargs.values())
         ):
             observer = observer_at_work()
             if observer is not None and observer.root is module:  # left by an interrupt
@@ -177,7 +178,9 @@ class Observer(TorchDispatchMode):
         if is_fused_attention(name):
             self._found_attention(name)
             return operator(*args, **kwargs)
-        if hasattr(operator, "decompose"):  # inference mode dispatches compositions of operators too
+        # Inference mode dispatches compositions of operators too. PyTorch also dispatches "prim.device", for fake tensors: its
+        # `decompose` raises an error, and PyTorch then ends the process.
+        if hasattr(operator, "decompose") and not name.startswith("prim."):
             with self:
                 result = operator.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -206,6 +209,12 @@ def refusal(root: nn.Module, name: str, module: nn.Module, reason: str) -> str:
         f'{type(root).__name__} cannot run attn_implementation="{NAME}": {layer} computes '
         f"softmax attention of its own ({reason}). {INSTEAD}"
     )
+
+
+def _has_no_values(values: tuple) -> bool:
+    """Returns whether the tensors of a forward have no values. `values` are its arguments and a parameter of the module."""
+    # In `FakeTensorMode` results are fake tensors, even if all parameters and arguments are real.
+    return detect_fake_mode() is not None or any(map(is_tracing, (None, *values)))
 
 
 def is_of_pytorch(module: nn.Module) -> bool:

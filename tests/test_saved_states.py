@@ -1,5 +1,6 @@
-"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_saved_` and
-`prefill_backward_of_keys_` make of them, against float64 on poisoned memory. Sizes as in tests/test_prefill_kernels.py."""
+"""States that `state_of_keys` and `state_of_queries` save on the CUDA kernels. Results of `prefill_saved_` and
+`prefill_backward_of_keys_`, which read them, are compared with float64 on poisoned memory. Sizes as in
+tests/test_prefill_kernels.py."""
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def saved_of_keys(given):
 
 
 def forward(given):
-    """Output and denominators, by what is saved."""
+    """Returns output and denominators, computed from saved states."""
     *tokens, kv_state, k_sum = given[:8]
     verify.poison_free_memory(DEVICE)
     _, saved = saved_of_keys(given)
@@ -39,7 +40,7 @@ def forward(given):
 
 
 def backward(given, o, z, grads, whole):
-    """Gradients of q, k, v and log_decay, likewise; whole: those of the call in one piece."""
+    """Returns the gradients of q, k, v and log_decay, computed from saved states. `whole` has those of the undivided call."""
     q, k, v, mask, log_decay, first, kv_state, k_sum, *options = given
     verify.poison_free_memory(DEVICE)
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
@@ -89,7 +90,7 @@ def test_against_float64(case, mode, precision):  # noqa: F811
 @by_mode
 @pytest.mark.parametrize("d, n", [(32, 700), (64, 1300), (128, 2500)])
 def test_sequences(d, n, mode, precision):  # noqa: F811
-    """The state reaches as far as the first of them; of one head not one token, of another all."""
+    """The given state reaches the first sequence of each head: no token of one head, all tokens of another."""
     given = list(arguments(Case(n, d), mode))
     begin = torch.tensor([0, n - 50, 300, n], device=DEVICE, dtype=torch.int32).view(2, 2, 1)
     token = torch.arange(n, device=DEVICE)
@@ -100,7 +101,8 @@ def test_sequences(d, n, mode, precision):  # noqa: F811
 @pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("expanded", ["q", "k", "v"])
 def test_expanded_tensors(expanded, d):
-    """Kernels for Hopper leave them to others, whose states are of as many bytes and lie otherwise: by turns, the same bits."""
+    """The kernels for Hopper leave expanded tensors to other kernels, whose saved states have the same size and another layout.
+    If one call saves and another reads, the bits must be the same."""
     given = list(arguments(Case(1300, d), "bf16"))
     copied, i = list(given), "qkv".index(expanded)
     given[i] = given[i][:, :1].expand(given[i].shape)
@@ -122,7 +124,8 @@ def test_a_state_that_no_token_sees_is_not_read():
 
 
 def test_states_of_all_heads_and_a_chunk_more():
-    """More states than have accumulators at a time, each with several chunks, with and without the last one full."""
+    """There are more states than accumulators at a time, each with several chunks, and with a last chunk that is full or
+    not."""
     for n in (1024, 1025, 1100):
         check(arguments(Case(n, 128, b=1, h=60, hk=30), "bf16"), "bf16")
 
@@ -138,7 +141,7 @@ def test_the_state_is_that_of_keys_alone():
 
 
 def test_what_keeps_nothing():
-    """And continues all the same, with the keys once more."""
+    """If nothing is saved, the second call still gives the right result by reading the keys again."""
     given = list(arguments(Case(300, p=1), "bf16"))
     _, saved = saved_of_keys(given)
     assert saved.shape == (2, 2, 0)
@@ -157,7 +160,7 @@ def test_what_keeps_nothing():
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
 @pytest.mark.parametrize("d, n", [(32, 700), (64, 1300), (128, 2500)])
 def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
-    """A state of zeros need not be given, nor added: the same bits as if it is."""
+    """A state of None has the results of a state of zeros."""
     given = list(arguments(Case(n, d, decay=decay), mode))
     zeros = [torch.zeros_like(x) for x in given[6:8]]
     _, saved = saved_of_keys(given)
@@ -183,7 +186,7 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
         assert relative(x, y.double()) <= 4 * rounding(mode) and relative(x, z) <= 4 * rounding(mode)
 
 
-def test_what_was_kept_of_other_tokens_is_refused():
+def test_states_saved_of_other_tokens_are_refused():
     given = arguments(Case(700), "bf16")
     _, saved = saved_of_keys(arguments(Case(100), "bf16"))
     with pytest.raises(
@@ -192,7 +195,7 @@ def test_what_was_kept_of_other_tokens_is_refused():
         OPERATORS.prefill_saved_(*given[:8], saved, *given[8:])
 
 
-def test_more_than_four_and_a_half_gib_is_not_kept():
+def test_more_than_four_and_a_half_gib_is_not_saved():
     """32 heads of 128 channels and 65536 tokens take 4.8 GB in bf16."""
     for heads, is_saved in ((32, True), (36, False)):
         k = torch.zeros(1, heads, 65_536, 128, dtype=torch.bfloat16, device=DEVICE)
