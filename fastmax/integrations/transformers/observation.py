@@ -211,6 +211,7 @@ def refusal(root: nn.Module, name: str, module: nn.Module, reason: str) -> str:
     )
 
 
+@torch.compiler.disable  # compiled by itself, it would see the mode of its own compilation
 def _has_no_values(values: tuple) -> bool:
     """Returns whether the tensors of a forward have no values. `values` are its arguments and a parameter of the module."""
     # In `FakeTensorMode` results are fake tensors, even if all parameters and arguments are real.
