@@ -392,25 +392,6 @@ def test_model_with_attention_of_its_own_is_refused(name):
         integration.check(model)
 
 
-def test_model_with_a_table_of_attention_classes_is_built_once(monkeypatch):
-    """GIT's file lists attention classes of its text layers by implementation; its vision model does not use the list."""
-    built, init = [], transformers.PreTrainedModel.__init__
-
-    def counted(self, *args, **kwargs):
-        built.append(type(self).__name__)
-        init(self, *args, **kwargs)
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", counted)
-    config = tiny_config(transformers.GitVisionConfig)
-    config._attn_implementation = "fastmax"
-    transformers.GitVisionModel(config)
-    assert built == ["GitVisionModel"]
-    kind, config = own_attention("Git")
-    config._attn_implementation = "fastmax"
-    with pytest.raises(ValueError, match='GitSelfAttention cannot run attn_implementation="fastmax"'):
-        kind(config)
-
-
 def test_part_with_attention_of_its_own():
     """The pooling head of SigLIP's vision model is an nn.MultiheadAttention."""
     model = transformers.SiglipModel(siglip())

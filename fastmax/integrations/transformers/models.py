@@ -6,10 +6,12 @@ methods of `PreTrainedModel`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -204,32 +206,30 @@ def _check_applied(config: PreTrainedConfig, requested: str | dict) -> None:
 
 
 def _check_dispatch(model: PreTrainedModel) -> None:
-    """Checks a model whose parts may not be made yet. If they are not, its constructor may raise the same error later."""
+    """Checks a model whose parts may not be made yet."""
     if not type(model)._can_set_attn_implementation() or _takes_attention_from_a_table(model):
-        _refuse_dispatch(type(model).__name__)
-
-
-def _refuse_dispatch(name: str, *args: object, **kwargs: object) -> nn.Module:
-    raise ValueError(
-        f'{name} cannot run attn_implementation="{NAME}": it computes attention without transformers\' attention interface. '
-        f"{INSTEAD}"
-    )
+        raise ValueError(
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": it computes attention without transformers\' '
+            f"attention interface. {INSTEAD}"
+        )
 
 
 def _takes_attention_from_a_table(model: PreTrainedModel) -> bool:
     """Returns whether attention layers have classes that the model's file lists by implementation, without fastmax.
 
-    A model without parts has no such layers yet. The tables get an entry for fastmax that raises an error, which names the
-    attention class, when the constructor looks for one.
+    If the model has no parts yet, the parts are those of the same model with "eager" attention, made on the meta device.
     """
-    listed: list[type[nn.Module]] = []
-    for table in list(vars(sys.modules[type(model).__module__]).values()):
-        if isinstance(table, dict) and "eager" in table:
-            kinds = [kind for kind in table.values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
-            if kinds:
-                entry = table.setdefault(NAME, functools.partial(_refuse_dispatch, kinds[0].__name__))
-                listed += kinds if isinstance(entry, functools.partial) else []
-    return any(isinstance(module, tuple(listed)) for module in model.modules())
+    tables = [table for table in vars(sys.modules[type(model).__module__]).values() if isinstance(table, dict)]
+    listed = [kind for table in tables if "eager" in table and NAME not in table for kind in table.values()]
+    listed = tuple(kind for kind in listed if isinstance(kind, type) and issubclass(kind, nn.Module))
+    if not listed:
+        return False
+    if not any(True for _ in model.children()):
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = type(model)(config)
+    return any(isinstance(module, listed) for module in model.modules())
 
 
 def _other(config: PreTrainedConfig) -> list[PreTrainedConfig]:
