@@ -359,7 +359,7 @@ def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
     given = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in given.items()}
     given[name] = given[name].cpu()
     # If q moved, k is the first that is on another device.
-    named = "k must be on q's device cpu" if name == "q" else f"{name} (is on cpu|must be on q's device cuda:0)"
+    named = "k must be on q's device cpu" if name == "q" else f"{name} (is on cpu|must be on [qk]'s device cuda:0)"
     with pytest.raises(REFUSED, match=named):
         call(operator, given)
 
@@ -375,22 +375,22 @@ def test_a_tensor_on_another_gpu_is_named(operator, name):
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [name for name in WRONG if OPERATORS[name].covers is not None])
+@pytest.mark.parametrize("name", [name for name in WRONG if OPERATORS[name].kernel is not None])
 def test_kernels_refuse_what_they_do_not_cover(name):
     """The kernels do not cover float64, and a direct call of them raises an error that says so."""
-    operator, given = OPERATORS[name], arguments(name, "cuda")
-    assert operator.covers(*given.values())
-    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given.values()]
-    assert not operator.covers(*wide)
+    kernel, given = OPERATORS[name].kernel, arguments(name, "cuda")
+    assert kernel.covers(tuple(given.values()))
+    wide = tuple(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given.values())
+    assert not kernel.covers(wide)
     with pytest.raises(RuntimeError, match="must be bfloat16, float16 or float32 for the CUDA kernels"):
-        operator.kernel(*wide)
+        kernel(wide)
 
 
 @on_cuda
 def test_kernels_refuse_a_wide_head():
     given = arguments("forward", "cuda") | {"drop_noise": None, "v": torch.rand(B, HK, M, 300, device="cuda")}
     with pytest.raises(RuntimeError, match="head_dim up to 32 64 96 128 256, got .* and 300"):
-        OPERATORS["forward"].kernel(*given.values())
+        OPERATORS["forward"].kernel(tuple(given.values()))
 
 
 @on_cuda

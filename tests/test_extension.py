@@ -147,7 +147,14 @@ def test_the_device_is_asked_once(monkeypatch):
     assert asked == [torch.device("cuda", 0)]
 
 
-# ---- what fails inside the library
+# ---- kernels
+
+
+def kernel_that(monkeypatch, function, name="global_backward_"):
+    """Returns the kernel of an operator, computed by `function`."""
+    kernel = OPERATORS[name].kernel
+    monkeypatch.setattr(kernel, "_kernel", function)
+    return kernel
 
 
 def fails(error):
@@ -157,15 +164,11 @@ def fails(error):
     return operator
 
 
-def test_a_call_that_succeeds():
-    assert extension.call(max, 1, 3, 2) == 3
-
-
-def test_out_of_memory_has_its_type():
-    """The library's interface has only RuntimeErrors, so the type of this error must be restored."""
+def test_out_of_memory_has_its_type(monkeypatch):
+    """The library's interface knows RuntimeErrors alone."""
     told = RuntimeError("fastmax: allocation on cuda:0 failed: CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as error:
-        extension.call(fails(told))
+        kernel_that(monkeypatch, fails(told))(())
     assert error.value.__cause__ is told
 
 
@@ -179,19 +182,52 @@ def test_out_of_memory_has_its_type():
     ],
     ids=repr,
 )
-def test_other_errors_stay(error):
+def test_other_errors_stay(error, monkeypatch):
     with pytest.raises(type(error)) as raised:
-        extension.call(fails(error))
+        kernel_that(monkeypatch, fails(error))(())
     assert raised.value is error
+
+
+def test_kernels_do_not_see_tensors_that_they_do_not_read(monkeypatch):
+    """Their gradients are None, and in a dispatched call tensors without elements."""
+    monkeypatch.setattr(extension, "has_dtype", lambda x: True)
+    backward, x, z = OPERATORS["backward"], torch.randn(1, 2, 3, 4), torch.ones(1, 2, 3)
+    names = [argument.name for argument in backward.overload._schema.arguments]
+    given = dict.fromkeys(names) | {"grad_o": x, "q": x, "k": x, "v": x, "o": x, "z": z, "rpe_matrix": None}
+    seen = []
+
+    def run(*arguments):
+        seen.append(arguments)
+        return x, x, x, x.new_empty(0)
+
+    kernel_that(monkeypatch, run, "backward")
+    assert names.index("rpe_matrix") == 9
+    results = backward(*given.values())
+    assert len(seen[-1]) == len(names) - 1 and results[3] is None and results[4].shape == (0,)
+    dispatched = backward.run(*given.values())
+    assert len(dispatched) == 5 and dispatched[3].shape == dispatched[4].shape == (0,)
+    assert not backward.kernel.covers(tuple((given | {"rpe_matrix": x}).values()))
 
 
 # ---- who runs a call
 
 
+class SmallRows:
+    """Stands for a kernel of the row softmax that computes tensors of at most 8 columns."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def covers(self, arguments):
+        return arguments[0].shape[-1] <= 8
+
+    def __call__(self, arguments):
+        return self.function(*arguments)
+
+
 @pytest.fixture
-def operator(monkeypatch):
-    """Returns the operator of row softmax with a pretended kernel for at most 8 columns. `operator.ran` lists who computed each
-    call."""
+def operator():
+    """The operator of the row softmax with such a kernel. `operator.ran` lists who ran."""
     original, ran = OPERATORS["softmax"], []
 
     def runs(name, function):
@@ -201,11 +237,8 @@ def operator(monkeypatch):
 
         return run
 
-    def covers(x, algorithm):
-        return x.shape[-1] <= 8
-
-    kernel = runs("kernel", original.implementation)
-    operator = Operator(runs("dispatcher", original.overload), runs("implementation", original.implementation), kernel, covers)
+    kernel = SmallRows(runs("kernel", original.implementation))
+    operator = Operator(runs("dispatcher", original.overload), runs("implementation", original.implementation), kernel)
     operator.ran = ran
     return operator
 
@@ -259,8 +292,8 @@ def test_without_gradients_nothing_is_dispatched(operator):
 
 def test_no_kernel_takes_tensors_of_a_cpu():
     x = torch.randn(1, 2, 3, 4)
-    assert not extension.has_dtype(x) and not extension.has_kernels(x, x)
-    assert not OPERATORS["forward"].covers(x, x, x, *[None] * 6, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False)
+    assert not extension.has_dtype(x)
+    assert not OPERATORS["forward"].kernel.covers((x, x, x, *[None] * 6, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False))
 
 
 def test_limits_are_those_of_the_kernels():

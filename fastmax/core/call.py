@@ -31,11 +31,12 @@ class Accompanying(NamedTuple):
     dtype: torch.dtype | None = None
     # Whether the backward returns a gradient for it.
     differentiable: bool = False
-    # Whether it also applies where attention is computed in parts: to the global keys of an exact window (the tensor is then
-    # cut to the part's tokens), and to calls that continue from a state.
+    # Whether it applies to the global keys of an exact window. The tensor is then cut to the part's tokens.
     of_global_keys: bool = False
-    # Whether it applies to the local keys of an exact window.
+    # Whether it applies to the local keys of an exact window, and to softmax attention.
     of_local_keys: bool = True
+    # Whether it applies to calls that continue from a state. `prefill` in `fastmax.ops.states` differentiates log_decay alone.
+    of_states: bool = False
     # Whether a call that has it must be causal.
     needs_causal: bool = False
     # Whether the CUDA kernels read it. A call that has it runs in PyTorch operations otherwise.
@@ -72,19 +73,19 @@ class Call(NamedTuple):
     # Tensors that accompany q, k and v; None if the call has none.
 
     # Padding: True = the key is attended, False = it is hidden from all queries of its batch entry.
-    attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_global_keys=True)] = None
+    attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_global_keys=True, of_states=True)] = None
     # Standard normal noise. The output is multiplied by 1 + dropout * drop_noise. A constant to autograd.
     drop_noise: Annotated[Tensor | None, Accompanying("b h n dv")] = None
     # Relative positions: for query i, row j - i + n - 1 is added to k_j. There are n + m - 1 rows, one for each distance.
     rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True, has_kernels=False)] = None
     # Log of the decay at each token: the weight of key j for query i is multiplied by exp of the sum over tokens j + 1 to
     # pos(i). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
-    log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True, needs_causal=True)] = (
-        None
-    )
+    log_decay: Annotated[
+        Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True, of_states=True, needs_causal=True)
+    ] = None
     # First key that each query may see: keys j < k_start[i] are hidden. Must not decrease with i. It encodes where packed
     # sequences begin and where log_decay is -inf. -1: in a call that continues from a state, the state is visible too.
-    k_start: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_global_keys=True)] = None
+    k_start: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_global_keys=True, of_states=True)] = None
     # End of the keys that each query may see: keys j >= k_end[i] are hidden. Must not decrease with i. It encodes where packed
     # sequences end, in calls that are not causal.
     k_end: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
@@ -129,6 +130,8 @@ class Signature:
         self.tensor_names = tensors
         self.differentiable = tuple(name for name in tensors if name in _DIFFERENTIABLE)
         self.gradient_names = ("q", "k", "v", *self.differentiable)
+        # For each tensor, the place of its gradient among the results of the backward.
+        self._results = [self.gradient_names.index(name) if name in self.differentiable else None for name in tensors]
         self._options = [Call._fields.index(name) for name in options]
         self._tensors = [Call._fields.index(name) for name in tensors]
         self._absent = [Call._fields.index(name) for name in ACCOMPANYING if name not in tensors]
@@ -174,17 +177,19 @@ class Signature:
         """Returns the results of a backward as a dict: name of a tensor -> its gradient."""
         return dict(zip(self.gradient_names, results, strict=True))
 
-    def of_inputs(self, gradients: dict[str, Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def of_inputs(self, results: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Returns a gradient, or None, for q, k, v and each tensor of the schema; `tensors` are their values in the call."""
-        of_tensors = [None if x is None else gradients.get(name) for name, x in zip(self.tensor_names, tensors, strict=True)]
-        return gradients["q"], gradients["k"], gradients["v"], *of_tensors
+        of_tensors = [None if x is None or i is None else results[i] for i, x in zip(self._results, tensors, strict=True)]
+        return results[0], results[1], results[2], *of_tensors
 
 
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
 # Causal calls over global keys of an exact window.
 GLOBAL = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_global_keys))
 # Calls that continue from a state. They are causal and use the linear algorithm.
-CONTINUED = Signature(Score, (), GLOBAL.tensor_names)
+CONTINUED = Signature(Score, (), tuple(name for name, x in ACCOMPANYING.items() if x.of_states))
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
 EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("attention_mask", *PER_HEAD))
-FLASH = Signature(Softmax, ("causal", "left", "right"), ("attention_mask", *PER_HEAD))
+FLASH = Signature(
+    Softmax, ("causal", "left", "right"), ("attention_mask", *[name for name in PER_HEAD if ACCOMPANYING[name].of_local_keys])
+)

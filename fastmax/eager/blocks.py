@@ -121,13 +121,13 @@ class KeyFactors(NamedTuple):
     @property
     def in_state(self) -> Tensor | None:
         """The factor of a key that is added to the state."""
-        factor, others = self.mask, self.beside_mask
+        factor, others = self.mask, self.without_mask
         if factor is None or others is None:
             return others if factor is None else factor
         return factor * others
 
     @property
-    def beside_mask(self) -> Tensor | None:
+    def without_mask(self) -> Tensor | None:
         """`in_state` without the mask."""
         return self.decay
 

@@ -288,7 +288,7 @@ def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None)
 
 def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns keys as tokens (x, y, weight) of a state, with their factors; k, v and factors are those of `_Chunks.k_v`."""
-    factor = factors.beside_mask
+    factor = factors.without_mask
     return k, v if factor is None else v * factor, factors.in_state
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastmax import eager
 from fastmax.core.call import CONTINUED, Signature
-from fastmax.ops import extension
 from fastmax.ops.registration import LIBRARY, Operator
 
 _NO_SECOND_DERIVATIVE = (
@@ -57,20 +56,18 @@ class Differentiable(NamedTuple):
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
         ctx.options = inputs[last:]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[2:])
+        if len(output) > 2:
+            ctx.mark_non_differentiable(*output[2:])
 
     def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v and the call's tensors from the saved tensors; z is the second output."""
         names = self.signature.tensor_names
         if grad_o is None and grad_z is None:
             return (None,) * (3 + len(names))
-        return self.signature.of_inputs(self.by_name(saved, options, grad_o, grad_z), saved[len(saved) - len(names) :])
-
-    def by_name(self, saved: tuple, options: tuple, grad_o: Tensor | None, grad_z: Tensor | None) -> dict[str, Tensor]:
-        """Returns the gradients by name."""
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
-        return self.signature.gradients(self.backward(grad_o, grad_z, *saved, *options))
+        results = self.backward(grad_o, grad_z, *saved, *options)
+        return self.signature.of_inputs(results, saved[len(saved) - len(names) :])
 
 
 class Prefill(NamedTuple):
@@ -95,7 +92,7 @@ class Prefill(NamedTuple):
             grad_o = torch.zeros_like(saved[3])
         *results, of_kv_state, of_k_sum = self.backward(grad_o, grad_z, grad_kv_state, grad_k_sum, *saved, *options)
         tensors = tuple(self._tensors(saved[7:]).values())
-        return *CONTINUED.of_inputs(CONTINUED.gradients(results), tensors), of_kv_state, of_k_sum
+        return *CONTINUED.of_inputs(results, tensors), of_kv_state, of_k_sum
 
     @staticmethod
     def _tensors(arguments: tuple) -> dict[str, Tensor | None]:
@@ -136,8 +133,6 @@ def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, 
     """Calls an operator and records its gradient. Raises an error for derivatives that it does not have."""
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
-    if tensors[0].is_cuda:
-        extension.warn_if_unused(tensors[0].device)
     if eager.is_transformed():
         given = [x for x in tensors if x is not None]
         if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):

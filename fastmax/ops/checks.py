@@ -168,10 +168,10 @@ def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | 
 
 def check_saved(k: Tensor, saved: Tensor) -> None:
     """Checks that there are no saved intermediate states, which PyTorch operations cannot continue from."""
+    if saved.device != k.device:
+        raise ValueError(f"saved must be on k's device {k.device}, got {saved.device}")
     if saved.dtype != torch.uint8 or saved.dim() != 3 or saved.shape[:2] != k.shape[:2]:
         raise ValueError(f"saved must be contiguous uint8 (b, hk, bytes), got {saved.dtype} {tuple(saved.shape)}")
-    if saved.device != k.device:
-        raise ValueError(f"saved must be on q's device {k.device}, got {saved.device}")
     if saved.numel() > 0:
         raise ValueError(
             f"saved must be what state_of_keys or state_of_queries saved of the same tokens, 0 bytes, got {saved.numel()}"

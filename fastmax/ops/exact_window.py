@@ -208,7 +208,9 @@ def backward(
     local = local_call(call)
     grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local)
     given = [name for name in GLOBAL.differentiable if getattr(call, name) is not None]
-    grads |= {name: torch.zeros_like(getattr(call, name)) for name in given if getattr(local, name) is None}
+    grads |= {
+        name: torch.zeros_like(getattr(call, name)) for name in given if getattr(local, name) is None
+    }  # not of local keys
     for part in global_keys(q, k, call):
         z = part.turned(results.z_behind if part.reversed else results.z_before)
 

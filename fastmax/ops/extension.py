@@ -101,27 +101,16 @@ def set_debugging(on: bool) -> None:
 
 
 def has_dtype(x: Tensor) -> bool:
-    """Returns whether x is on a device that the kernels run on, in a dtype that they have."""
-    return x.is_cuda and x.dtype in _DTYPES and problem(x.device) is None
+    """Returns whether x is on a device that the kernels run on, in a dtype that they have.
 
-
-def has_kernels(*tensors: Tensor) -> bool:
-    """Returns whether the kernels take these tensors (b, heads, tokens, d), as far as one tensor alone decides."""
-    return has_dtype(tensors[0]) and all([x.dim() == 4 and x.size(3) <= MAX_HEAD_DIM for x in tensors])
-
-
-def call(kernel: torch._ops.OpOverload, *arguments):
-    """Returns `kernel(*arguments)`.
-
-    Raises:
-        torch.OutOfMemoryError: the library ran out of memory. The library itself can only raise a RuntimeError.
+    Warns once for each CUDA device that they do not run on.
     """
-    try:
-        return kernel(*arguments)
-    except RuntimeError as error:
-        if type(error) is RuntimeError and "out of memory" in str(error):
-            raise torch.OutOfMemoryError(str(error)) from error
-        raise
+    if not x.is_cuda:
+        return False
+    if _problem is not None or _device_problem(x.get_device()) is not None:
+        warn_if_unused(x.device)
+        return False
+    return x.dtype in _DTYPES
 
 
 _checked: set[int | None] = set()

@@ -40,8 +40,7 @@ def attention_backward(
     """
     operator = _part(call)
     tensors, options = operator.signature.flatten(call, allow_tf32_of(q))
-    saved = (q, k, v, o, z, *tensors)
-    grads = operator.by_name(saved, options, grad_o, grad_z)
+    grads = operator.signature.gradients(operator.backward(grad_o, grad_z, q, k, v, o, z, *tensors, *options))
     return grads["q"], grads["k"], grads["v"], None if call.log_decay is None else grads["log_decay"]
 
 
@@ -113,7 +112,7 @@ def _backward_flops(signature, grad_o, grad_z, q, k, v, o, z, *arguments, out_va
     return count_attention(q, k, v, signature.call(arguments), backward=True)
 
 
-def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str | None = "q k v") -> Differentiable:
+def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str | None = "q v") -> Differentiable:
     """Registers a forward and its backward.
 
     Args:
@@ -192,7 +191,7 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
 
     with without_autocast(q):
         grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_global_)
-    return tuple(grads[name] for name in EXACT_WINDOW.gradient_names)
+    return tuple(grads[name] if name in grads else q.new_empty(0) for name in EXACT_WINDOW.gradient_names)
 
 
 def _fake_exact_window_forward(q, k, v, *arguments):

@@ -66,7 +66,7 @@ _GLOBAL_FORWARD = register(
     f"global_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {GLOBAL.schema}) -> (Tensor z)",
     _global_forward_,
     _fake_global_forward_,
-    kernel_of="o q k v",
+    kernel_of="o q",
     covers=_has_dense_rows,
     flops=_global_forward_flops,
 )
@@ -108,7 +108,7 @@ _GLOBAL_BACKWARD = register(
     f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {GLOBAL.schema}) -> ({_GRADIENTS})",
     _global_backward_,
     _fake_global_backward_,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_global_backward_flops,
 )
 refuse_gradient(_GLOBAL_BACKWARD, refuse_to_differentiate("global_backward_", _INSTEAD), written=slice(3))

@@ -64,7 +64,7 @@ _NORMALIZATION = Normalization(
         "-> (Tensor normalized_q, Tensor normalized_k, Tensor q_factor, Tensor k_factor)",
         _normalize_tokens,
         _fake_normalize_tokens,
-        kernel_of="q k",
+        kernel_of="q",
         covers=_covers,
     ),
     register(
@@ -72,7 +72,7 @@ _NORMALIZATION = Normalization(
         "Tensor k_factor, float lim) -> (Tensor of_q, Tensor of_k)",
         _normalize_tokens_backward,
         _fake_normalize_tokens_backward,
-        kernel_of="q k",
+        kernel_of="q",
         covers=_covers_backward,
     ),
 )

@@ -3,13 +3,12 @@
 A CUDA kernel of an operator is itself an operator, `torch.ops.fastmax_cuda.<name>`, which the compiled library implements. It
 has the same schema without the tensors that kernels do not read (`Accompanying.has_kernels`), and nothing else: no gradient, no
 fake implementation, no other device. `Operator` decides, before a call is dispatched, whether the kernel or the PyTorch
-implementation runs it.
+implementation computes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -26,8 +25,65 @@ _KERNELS = torch.library.Library("fastmax_cuda", "DEF")
 OPERATORS: dict[str, Operator] = {}  # name -> registered operator
 FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # name of an operator -> its formula
 
-_UNREAD = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels)
-_UNOBSERVED = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_NOT_IN_KERNELS = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+
+
+class Kernel:
+    """The CUDA kernel of an operator, and the calls that it computes.
+
+    Args:
+        schema: of the operator.
+        kernel_of, covers: as for `register`.
+    """
+
+    def __init__(self, schema: str, kernel_of: str | None, covers: Callable[..., bool] | None):
+        name = schema[: schema.index("(")]
+        declared = getattr(torch.ops.fastmax, name).default._schema
+        arguments, results = ([x.name for x in given] for given in (declared.arguments, declared.returns))
+        self._heads = [arguments.index(tensor) for tensor in (kernel_of or "").split()]
+        self._covers = covers
+        self._unread = [i for i, tensor in enumerate(arguments) if tensor in _NOT_IN_KERNELS]
+        self._read = itemgetter(*[i for i in range(len(arguments)) if i not in self._unread])
+        self._missing = [i for i, result in enumerate(results) if result.removeprefix("grad_") in _NOT_IN_KERNELS]
+        for tensor in _NOT_IN_KERNELS:
+            schema = schema.replace(f"Tensor? {tensor}, ", "").replace(f", Tensor grad_{tensor}", "")
+        _KERNELS.define(schema)
+        _KERNELS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the operator has the gradient
+        self._kernel = getattr(torch.ops.fastmax_cuda, name).default
+
+    def covers(self, arguments: tuple) -> bool:
+        """Returns whether the kernel computes a call."""
+        if self._heads:
+            if not extension.has_dtype(arguments[self._heads[0]]):
+                return False
+            for i in self._heads:
+                if arguments[i].size(-1) > extension.MAX_HEAD_DIM:
+                    return False
+        for i in self._unread:
+            if arguments[i] is not None:
+                return False
+        return self._covers is None or self._covers(*arguments)
+
+    def __call__(self, arguments: tuple):
+        """Returns the results of a call that the kernel covers. Gradients of tensors that it does not read are None.
+
+        Raises:
+            torch.OutOfMemoryError: the library ran out of memory. The library itself can only raise a RuntimeError.
+        """
+        try:
+            results = self._kernel(*(self._read(arguments) if self._unread else arguments))
+        except RuntimeError as error:
+            if type(error) is RuntimeError and "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        if not self._missing:
+            return results
+        results = list(results) if isinstance(results, tuple) else [results]
+        for i in self._missing:
+            results.insert(i, None)
+        return tuple(results)
 
 
 class Operator:
@@ -36,44 +92,43 @@ class Operator:
     Args:
         overload: the operator of `torch.ops.fastmax`.
         implementation: PyTorch operations for every device.
-        kernel: takes the same arguments and returns the same results; None: there is no kernel.
-        covers: returns whether the kernel computes a call, given the arguments.
+        kernel: None if there is none.
     """
 
-    def __init__(
-        self,
-        overload: torch._ops.OpOverload,
-        implementation: Callable,
-        kernel: Callable | None = None,
-        covers: Callable[..., bool] | None = None,
-    ):
+    def __init__(self, overload: torch._ops.OpOverload, implementation: Callable, kernel: Kernel | None):
         self.overload = overload
         self.implementation = implementation
         self.kernel = kernel
-        self.covers = covers
 
     def __call__(self, *arguments):
-        """Computes a call. It is dispatched only if autograd, a compiler or anything else has to see the operator."""
+        """Computes a call. It is dispatched only if autograd, a compiler or anything else has to see the operator.
+
+        A gradient of a tensor that the call does not have is None or a tensor without elements.
+        """
         if torch.compiler.is_compiling() or _is_observed(arguments):
             return self.overload(*arguments)
-        return self.run(*arguments)
+        kernel = self.kernel
+        if kernel is not None and kernel.covers(arguments):
+            return kernel(arguments)
+        return self.implementation(*arguments)
 
     def run(self, *arguments):
-        """Computes a call by the kernel or the implementation. Dispatched calls arrive here, too."""
-        if self.covers is not None and self.covers(*arguments):
-            return self.kernel(*arguments)
-        return self.implementation(*arguments)
+        """Computes a dispatched call. It is what the overload does on every device."""
+        if self.kernel is None or not self.kernel.covers(arguments):
+            return self.implementation(*arguments)
+        results = self.kernel(arguments)
+        if isinstance(results, tuple):  # operators return no None
+            results = tuple([results[0].new_empty(0) if x is None else x for x in results])
+        return results
 
 
 def _is_observed(arguments: tuple) -> bool:
     """Returns whether autograd, a mode, a transform, a trace or the type of an argument takes part in a call's dispatch."""
-    return (
-        (torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in arguments]))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or eager.is_transformed()
-        or torch.jit.is_tracing()
-        or not _UNOBSERVED.issuperset(map(type, arguments))
-    )
+    if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in arguments]):
+        return True
+    if _dispatch_modes() > 0 or eager.is_transformed() or torch.jit.is_tracing():
+        return True
+    return not _PLAIN.issuperset(map(type, arguments))
 
 
 def register(
@@ -91,8 +146,8 @@ def register(
         schema: name, arguments and results, as `torch.library.Library.define` takes them.
         implementation: PyTorch operations for every device.
         fake: returns results without values, for compilers and fake tensors.
-        kernel_of: names of the tensors (b, heads, tokens, d) that a CUDA kernel of this name computes, separated by spaces,
-            if their device, dtype and width allow it. None: there is no kernel, or `covers` decides alone.
+        kernel_of: names of tensors (b, heads, tokens, d), separated by spaces. A CUDA kernel of this name computes calls where
+            the device and dtype of the first and the widths of all allow it. None: there is no kernel, or `covers` decides.
         covers: returns whether the kernel computes a call that `kernel_of` allows, given the arguments; None: it does. A call
             with wrong arguments may count either way, because kernels and implementations check their arguments.
         flops: returns the count for `torch.utils.flop_counter`, given the arguments and `out_val`; None for an operator
@@ -100,51 +155,15 @@ def register(
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
-    packet, kernel = getattr(torch.ops.fastmax, name), None
-    if kernel_of is not None or covers is not None:
-        kernel, covers = _define_kernel(schema, packet.default, (kernel_of or "").split(), covers)
-    operator = OPERATORS[name] = Operator(packet.default, implementation, kernel, covers)
+    packet = getattr(torch.ops.fastmax, name)
+    kernel = None if kernel_of is None and covers is None else Kernel(schema, kernel_of, covers)
+    operator = OPERATORS[name] = Operator(packet.default, implementation, kernel)
     LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastmax::{name}", fake, lib=LIBRARY)
     if flops is not None:
         FLOP_FORMULAS[name] = flops
         register_flop_formula(packet, get_raw=True)(flops)
     return operator
-
-
-def _define_kernel(
-    schema: str, overload: torch._ops.OpOverload, kernel_of: list[str], covers: Callable[..., bool] | None
-) -> tuple[Callable, Callable[..., bool]]:
-    """Defines the operator of `torch.ops.fastmax_cuda`; returns `kernel` and `covers` for `Operator`."""
-    name = schema[: schema.index("(")]
-    declared = overload._schema
-    arguments, results = ([x.name for x in given] for given in (declared.arguments, declared.returns))
-    heads = [arguments.index(tensor) for tensor in kernel_of]
-    unread = [i for i, tensor in enumerate(arguments) if tensor in _UNREAD]
-    missing = [i for i, result in enumerate(results) if result.removeprefix("grad_") in _UNREAD]
-
-    for tensor in _UNREAD:
-        schema = schema.replace(f"Tensor? {tensor}, ", "").replace(f", Tensor grad_{tensor}", "")
-    _KERNELS.define(schema)
-    _KERNELS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the overload has the gradient
-    kernel = getattr(torch.ops.fastmax_cuda, name).default
-    read = itemgetter(*[i for i in range(len(arguments)) if i not in unread])
-
-    def run_kernel(*arguments):
-        results = extension.call(kernel, *read(arguments))
-        if not missing:
-            return results
-        results = list(results)
-        for i in missing:
-            results.insert(i, results[0].new_empty(0))
-        return tuple(results)
-
-    def covers_call(*arguments) -> bool:
-        if heads and not extension.has_kernels(*[arguments[i] for i in heads]):
-            return False
-        return all([arguments[i] is None for i in unread]) and (covers is None or covers(*arguments))
-
-    return run_kernel if unread else partial(extension.call, kernel), covers_call
 
 
 def refuse_gradient(operator: Operator, refuse: Callable[..., None], written: slice) -> None:

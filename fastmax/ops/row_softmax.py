@@ -16,8 +16,6 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
 
     The operator has no rules for torch.func transforms and forward mode: callers check `eager.is_transformed`.
     """
-    if not torch.compiler.is_compiling() and x.is_cuda:
-        extension.warn_if_unused(x.device)
     return _OPERATOR(x, algorithm)
 
 

@@ -250,7 +250,7 @@ _PREFILL = Prefill(
         f"{CONTINUED.options_schema}) -> (Tensor o, Tensor z, Tensor new_kv_state, Tensor new_k_sum)",
         _prefill,
         _fake_prefill,
-        kernel_of="q k v",
+        kernel_of="q v",
         flops=_prefill_flops,
     ),
     register(
@@ -260,7 +260,7 @@ _PREFILL = Prefill(
         f"-> ({CONTINUED.gradients_schema}, Tensor grad_kv_state, Tensor grad_k_sum)",
         _prefill_backward,
         _fake_prefill_backward,
-        kernel_of="q k v",
+        kernel_of="q v",
         flops=_prefill_backward_flops,
     ),
 )
@@ -338,7 +338,7 @@ _PREFILL_SAVED_ = register(
     f"Tensor(a!) saved, {CONTINUED.options_schema}) -> (Tensor o, Tensor z)",
     _prefill_saved_,
     _fake_prefill_saved_,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_prefill_saved_flops,
 )
 
@@ -390,7 +390,7 @@ _STATE_OF_QUERIES = register(
     "-> (Tensor grad_kv_state, Tensor grad_k_sum, Tensor saved)",
     _state_of_queries,
     _fake_state_of_queries,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_state_of_queries_flops,
 )
 
@@ -420,7 +420,7 @@ _PREFILL_BACKWARD_OF_QUERIES = register(
     f"Tensor? kv_state, Tensor? k_sum, {CONTINUED.options_schema}) -> (Tensor grad_q, Tensor pairs)",
     _prefill_backward_of_queries,
     _fake_prefill_backward_of_queries,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_prefill_backward_of_queries_flops,
 )
 
@@ -457,7 +457,7 @@ _PREFILL_BACKWARD_OF_KEYS_ = register(
     f"{CONTINUED.options_schema}) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)",
     _prefill_backward_of_keys_,
     _fake_prefill_backward_of_keys_,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_prefill_backward_of_keys_flops,
 )
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from fastmax import eager
 from fastmax.core.call import SCORE
 from fastmax.core.score import Score
-from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.flops import count_step
 from fastmax.ops.registration import Operator, refuse_gradient, register
@@ -37,8 +36,6 @@ def decode_step(
         return eager.decode_step(*tensors, score)
     if torch.compiler.is_compiling():
         return _DECODE_STEP(*tensors, *score)
-    if q.is_cuda:
-        extension.warn_if_unused(q.device)
     return _DECODE_STEP(*tensors, *score)
 
 
@@ -91,8 +88,6 @@ def _in_place(operator: Operator, tensors: tuple[Tensor | None, ...], written: t
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return operator(*tensors, *options)
-    if tensors[0].is_cuda:
-        extension.warn_if_unused(tensors[0].device)
     torch.autograd.graph.increment_version(written)
     with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers; the lines above do their work
         return operator(*tensors, *options)
@@ -130,7 +125,7 @@ _DECODE_STEP = register(
     "-> (Tensor o, Tensor new_kv_state, Tensor new_k_sum)",
     _decode_step,
     _fake_decode_step,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_decode_step_flops,
 )
 
@@ -148,7 +143,7 @@ _DECODE_STEP_ = register(
     f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, {_TOKEN}, {SCORE}) -> (Tensor o)",
     _decode_step_,
     _fake_step_,
-    kernel_of="q k v",
+    kernel_of="q v",
     flops=_decode_step_flops,
 )
 refuse_gradient(_DECODE_STEP_, refuse_to_record, written=slice(3, 5))
@@ -191,7 +186,7 @@ _BUFFERED_STEP_ = register(
     f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
     _buffered_step_,
     _fake_step_,
-    kernel_of="q k v",
+    kernel_of="q v",
     covers=_covers_buffered_step_,
     flops=_buffered_step_flops,
 )

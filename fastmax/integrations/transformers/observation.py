@@ -178,8 +178,8 @@ class Observer(TorchDispatchMode):
         if is_fused_attention(name):
             self._found_attention(name)
             return operator(*args, **kwargs)
-        # Inference mode dispatches compositions of operators too. "prim.device", which PyTorch asks of fake tensors, is none; its
-        # `decompose` raises an error, at which PyTorch aborts.
+        # Inference mode dispatches compositions of operators too. "prim.device", which PyTorch asks of fake tensors, is none:
+        # its `decompose` raises an error, at which PyTorch aborts.
         if hasattr(operator, "decompose") and not name.startswith("prim."):
             with self:
                 result = operator.decompose(*args, **kwargs)
