@@ -20,7 +20,7 @@ from common import (
     make_inputs,
     torch_warns,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -138,6 +138,7 @@ def test_prefill_across_chunks(sizes, p, device):
     padded=st.booleans(),
     in_place=st.booleans(),
 )
+@example(sizes=[0], option="everything", padded=False, in_place=False)
 def test_splitting_and_resuming_equals_one_call(sizes, option, padded, in_place):
     """Any split of the sequence into pieces, empty ones too, gives the output of the definition and the state of one call."""
     case = Case("", n=max(sum(sizes), 1), b=2, h=4, hk=2, d=5, dv=3)

@@ -57,6 +57,9 @@ def naive_attention(
             hold_denominator=hold_denominator,
         )  # fmt: skip
         return (out[0].flatten(0, 1), out[1].flatten(0, 1)) if isinstance(out, tuple) else out.flatten(0, 1)
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        o = q.new_zeros(*q.shape[:3], v.shape[3])
+        return (o, log_of_sums(o[..., :1], o[..., :1])) if return_lse else o
     q = normalized(q, normalize, lim, cu_seqlens=cu_seqlens)
     k = normalized(k, normalize, lim, attention_mask, cu_seqlens)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
