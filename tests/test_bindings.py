@@ -358,8 +358,10 @@ def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
         given[name] = torch.zeros(N + M - 1, D)
     given = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in given.items()}
     given[name] = given[name].cpu()
-    # If q moved, k is the first that is on another device.
-    named = "k must be on q's device cpu" if name == "q" else f"{name} (is on cpu|must be on [qk]'s device cuda:0)"
+    # If q or k moved, another tensor may be the first that is on another device.
+    named = f"{name} (is on cpu|must be on [qk]'s device cuda:0)"
+    if name in ("q", "k"):
+        named += "|(k|saved) must be on [qk]'s device cpu"
     with pytest.raises(REFUSED, match=named):
         call(operator, given)
 

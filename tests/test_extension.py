@@ -296,6 +296,21 @@ def test_no_kernel_takes_tensors_of_a_cpu():
     assert not OPERATORS["forward"].kernel.covers((x, x, x, *[None] * 6, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False))
 
 
+# The kernels of these take tensors of any rank and check it.
+ANY_RANK = {"softmax", "finite_decay"}
+
+
+@pytest.mark.parametrize("name", [name for name, x in OPERATORS.items() if x.kernel is not None and name not in ANY_RANK])
+def test_no_kernel_takes_tensors_of_another_rank(name, monkeypatch):
+    """They go to the implementation, which names the argument; looking at their sizes must not fail."""
+    monkeypatch.setattr(extension, "has_dtype", lambda x: True)
+    operator = OPERATORS[name]
+    for rank in range(4):
+        x = torch.randn([2] * rank)
+        given = [x if "Tensor" in str(argument.type) else 1.0 for argument in operator.overload._schema.arguments]
+        assert not operator.kernel.covers(tuple(given))
+
+
 def test_limits_are_those_of_the_kernels():
     """Python decides who runs a call; the bindings refuse what no kernel computes."""
     csrc = Path(__file__).parents[1] / "csrc"

@@ -197,6 +197,6 @@ def test_a_tensor_on_the_cpu_is_named():
     for operator, arguments in ((global_forward_, given), (global_backward_, of_backward)):
         for name in arguments:
             wrong = [x.cpu() if other == name else x for other, x in arguments.items()]
-            named = "k must be on q's device cpu" if name == "q" else f"{name} (is on cpu, and |must be on q's device cuda)"
+            named = f"{name} (is on cpu, and |must be on q's device cuda)|k must be on q's device cpu"
             with pytest.raises((ValueError, RuntimeError), match=named):
                 operator(*wrong, *call)

@@ -59,7 +59,8 @@ class Kernel:
             if not extension.has_dtype(arguments[self._heads[0]]):
                 return False
             for i in self._heads:
-                if arguments[i].size(-1) > extension.MAX_HEAD_DIM:
+                x = arguments[i]
+                if x.dim() != 4 or x.size(3) > extension.MAX_HEAD_DIM:
                     return False
         for i in self._unread:
             if arguments[i] is not None:
