@@ -190,7 +190,7 @@ def test_other_errors_stay(error, monkeypatch):
 
 def test_kernels_do_not_see_tensors_that_they_do_not_read(monkeypatch):
     """Their gradients are None, and in a dispatched call tensors without elements."""
-    monkeypatch.setattr(extension, "has_dtype", lambda x: True)
+    monkeypatch.setattr(extension, "kernels_run_on", lambda x: True)
     backward, x, z = OPERATORS["backward"], torch.randn(1, 2, 3, 4), torch.ones(1, 2, 3)
     names = [argument.name for argument in backward.overload._schema.arguments]
     given = dict.fromkeys(names) | {"grad_o": x, "q": x, "k": x, "v": x, "o": x, "z": z, "rpe_matrix": None}
@@ -292,7 +292,7 @@ def test_without_gradients_nothing_is_dispatched(operator):
 
 def test_no_kernel_takes_tensors_of_a_cpu():
     x = torch.randn(1, 2, 3, 4)
-    assert not extension.has_dtype(x)
+    assert not extension.kernels_run_on(x)
     assert not OPERATORS["forward"].kernel.covers((x, x, x, *[None] * 6, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False))
 
 
@@ -303,7 +303,7 @@ ANY_RANK = {"softmax", "finite_decay"}
 @pytest.mark.parametrize("name", [name for name, x in OPERATORS.items() if x.kernel is not None and name not in ANY_RANK])
 def test_no_kernel_takes_tensors_of_another_rank(name, monkeypatch):
     """They go to the implementation, which names the argument; looking at their sizes must not fail."""
-    monkeypatch.setattr(extension, "has_dtype", lambda x: True)
+    monkeypatch.setattr(extension, "kernels_run_on", lambda x: True)
     operator = OPERATORS[name]
     for rank in range(4):
         x = torch.randn([2] * rank)

@@ -47,7 +47,7 @@ _OPERATOR = register(
     "finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor k_start)",
     _finite_decay,
     _fake_finite_decay,
-    covers=lambda log_decay, continues, wide: not wide and extension.has_dtype(log_decay),
+    covers=lambda log_decay, continues, wide: not wide and extension.kernels_run_on(log_decay),
 )
 
 

@@ -100,7 +100,7 @@ def set_debugging(on: bool) -> None:
     change(on)
 
 
-def has_dtype(x: Tensor) -> bool:
+def kernels_run_on(x: Tensor) -> bool:
     """Returns whether x is on a device that the kernels run on, in a dtype that they have.
 
     Warns once for each CUDA device that they do not run on.

@@ -56,7 +56,7 @@ class Kernel:
     def covers(self, arguments: tuple) -> bool:
         """Returns whether the kernel computes a call."""
         if self._heads:
-            if not extension.has_dtype(arguments[self._heads[0]]):
+            if not extension.kernels_run_on(arguments[self._heads[0]]):
                 return False
             for i in self._heads:
                 x = arguments[i]

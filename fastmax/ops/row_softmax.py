@@ -35,7 +35,7 @@ _OPERATOR = register(
     "softmax(Tensor x, str algorithm) -> Tensor",
     _softmax,
     _fake_softmax,
-    covers=lambda x, algorithm: extension.has_dtype(x) and x.dim() > 0 and x.shape[-1] <= _MAX_WIDTH,
+    covers=lambda x, algorithm: extension.kernels_run_on(x) and x.dim() > 0 and x.shape[-1] <= _MAX_WIDTH,
 )
 
 
