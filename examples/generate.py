@@ -67,11 +67,11 @@ class CachedLayer(FastmaxSelfAttention):
     """A softmax layer without decay and window whose `step_` updates a CacheInPlace."""
 
     def step_(self, x: Tensor, state: SelfAttentionState) -> Tensor:
-        heads, qkv, cache = (self.num_heads, self.num_kv_heads, self.num_kv_heads), self.qkv_proj(x), state.attention
+        qkv, cache = self.qkv_proj(x), state.attention
         if self.conv is not None:
             qkv, recent = self.conv(qkv, state.recent)
             state.recent.copy_(recent)
-        q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self.widths, dim=-1))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_dim:

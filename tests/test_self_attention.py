@@ -28,6 +28,8 @@ OPTIONS = {
     "grouped": FASTMAX | {"num_kv_heads": 2, "head_dim": 10, "bias": True, "conv": 2, "rope_base": 50.0},
     "every channel turns": FASTMAX | {"rope_dim": 6},
     "odd head_dim": FASTMAX | {"head_dim": 7},
+    "wide values": FASTMAX | {"value_dim": 11, "num_kv_heads": 2, "bias": True},
+    "narrow values": {"exact_window": 0, "head_dim": 8, "value_dim": 3, "p": 1},
     "one kv head": FASTMAX | {"num_kv_heads": 1},
     "p1": FASTMAX | {"p": 1},
     "coefficients": FASTMAX | {"a0": 2.0, "a1": 1.5, "a2": 0.75},
@@ -36,6 +38,7 @@ OPTIONS = {
     "autograd": FASTMAX | {"use_custom_gradient": False},
     "softmax": SOFTMAX,
     "softmax, nothing": SOFTMAX | OFF,
+    "softmax, wide values": SOFTMAX | {"value_dim": 11, "num_kv_heads": 2},
     "softmax, window": SOFTMAX | {"window": 4, "num_kv_heads": 2},
 }
 by_option = pytest.mark.parametrize("option", OPTIONS)
@@ -85,7 +88,9 @@ def written_out(layer, x):
     if layer.conv is not None:
         width = layer.conv.width
         qkv = F.conv1d(F.pad(qkv.mT, (width - 1, 0)), layer.conv.weight, groups=qkv.shape[-1]).mT
-    q, k, v = (part.unflatten(-1, (-1, d)).transpose(1, 2) for part in qkv.split([h * d, hk * d, hk * d], dim=-1))
+    dv = layer.value_dim
+    parts = qkv.split([h * d, hk * d, hk * dv], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(parts, (d, d, dv), strict=True))
     q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
     if layer.rope_dim:
         q, k = turned(q, layer), turned(k, layer)

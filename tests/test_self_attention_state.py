@@ -413,7 +413,7 @@ def test_bytes_that_are_copied_grow_with_the_tokens():
                 self.elements += out.numel()
             return out
 
-    cache, (k, v) = KeyValueCache.empty(1, 4, 6, torch.float64, "cpu"), torch.randn(2, 1, 4, 1, 6, dtype=torch.float64)
+    cache, (k, v) = KeyValueCache.empty(1, 4, 6, 6, torch.float64, "cpu"), torch.randn(2, 1, 4, 1, 6, dtype=torch.float64)
     with Written() as written:
         for _ in range(512):
             cache = cache.and_then(KeyValueCache(k, v, torch.ones(1, 1, dtype=torch.bool), k.new_zeros(1, 4, 1)))

@@ -46,7 +46,7 @@ class _Heads:
 
     def __init__(self, module: FastmaxSelfAttention, mesh: DeviceMesh):
         self.mesh = mesh
-        counts = [heads * module.head_dim for heads in (module.num_heads, module.num_kv_heads, module.num_kv_heads)]
+        counts = module.widths
         own = [count // mesh.size() for count in counts]
         starts = [sum(counts[:i]) + mesh.get_local_rank() * own[i] for i in range(len(counts))]
         self.rows = [slice(start, start + count) for start, count in zip(starts, own, strict=True)]  # of q, k and v

@@ -67,8 +67,8 @@ class Memory:
 class KeyValueCache:
     """Keys and values of t earlier tokens, for softmax attention. It grows with the tokens.
 
-    `keys` and `values` (b, hk, t, d) have the dtype of q, k and v. `mask` is bool (b, t), True = real token. `decays`
-    (b, hk, t) is log_decay, 0 without decays. With a `window`, the real tokens of each row are its last `window - 1`.
+    `keys` (b, hk, t, d) and `values` (b, hk, t, dv) have the dtype of q, k and v. `mask` is bool (b, t), True = real token.
+    `decays` (b, hk, t) is log_decay, 0 without decays. With a `window`, the real tokens of each row are its last `window - 1`.
 
     The tensors may be views of a `memory` with room for more tokens, which are written from position `stop` on. This does not
     modify the cache, whose tokens are those before `stop`.
@@ -88,13 +88,15 @@ class KeyValueCache:
         batch: int,
         kv_heads: int,
         head_dim: int,
+        value_dim: int,
         dtype: torch.dtype,
         device: torch.device | str | None,
         window: int | None = None,
     ) -> KeyValueCache:
         keys = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
         decays = keys.new_empty(batch, kv_heads, 0, dtype=eager.compute_dtype(dtype))
-        return cls(keys, torch.empty_like(keys), keys.new_empty(batch, 0, dtype=torch.bool), decays, window)
+        values, mask = keys.new_empty(batch, kv_heads, 0, value_dim), keys.new_empty(batch, 0, dtype=torch.bool)
+        return cls(keys, values, mask, decays, window)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +123,8 @@ class KeyValueCache:
 
     def options(self) -> dict:
         """Returns the options that caches of one batch must share."""
-        return {"key/value heads": self.keys.shape[1], "head_dim": self.keys.shape[3], "window": self.window}
+        sizes = {"key/value heads": self.keys.shape[1], "head_dim": self.keys.shape[3], "value_dim": self.values.shape[3]}
+        return sizes | {"window": self.window}
 
     @classmethod
     def cat(cls, caches: list[KeyValueCache]) -> KeyValueCache:

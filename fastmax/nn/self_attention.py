@@ -30,7 +30,7 @@ from fastmax.prepare.sharded_dispatch import ParallelContext
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
 _PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
-_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
+_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim")
 _MADE_BY = {  # arguments of the constructor that are not attributes, and the attributes that they determine
     "qk_norm": "q_norm and k_norm (None: off)",
     "rope": "rope_dim (0: off)",
@@ -81,8 +81,9 @@ class FastmaxSelfAttention(nn.Module):
         num_heads: number of heads of q.
         num_kv_heads: number of heads of k and v, a divisor of `num_heads`. None: `num_heads`. Fewer heads (grouped-query
             attention) make the weights and the decoding state smaller.
-        head_dim: number of channels of each head. None: `embed_dim / num_heads`. Wider heads distinguish more keys and cost
-            more.
+        head_dim: number of channels of each head of q and k. None: `embed_dim / num_heads`. Wider heads distinguish more keys
+            and cost more.
+        value_dim: number of channels of each head of v and of the output. None: `head_dim`.
         attention: "fastmax", or "softmax" to replace `fastmax_attention` by `flash_attention` with scale
             `1 / sqrt(head_dim)`. The weights have the same names, shapes and initial values. Use it as a baseline or for
             hybrid models.
@@ -141,6 +142,7 @@ class FastmaxSelfAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_dim: int | None = None,
         attention: str = "fastmax",
         qk_norm: bool = True,
         rope: bool = True,
@@ -167,8 +169,8 @@ class FastmaxSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
+        sizes = (embed_dim, num_heads, num_kv_heads, head_dim, value_dim)
+        for name, size in zip(_SIZES, sizes, strict=True):
             if size is not None or name in ("embed_dim", "num_heads"):
                 validation.check_count(name, size)
         if head_dim is None:
@@ -177,6 +179,7 @@ class FastmaxSelfAttention(nn.Module):
                     f"embed_dim must be a multiple of num_heads unless head_dim is given, got {embed_dim} and {num_heads}"
                 )
             head_dim = embed_dim // num_heads
+        value_dim = head_dim if value_dim is None else value_dim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
@@ -190,7 +193,8 @@ class FastmaxSelfAttention(nn.Module):
         rope_dim = rotary_channels(head_dim, rope, rope_dim)
         validation.check_count("conv", conv, least=0)
 
-        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.attention, self.use_custom_gradient = attention, use_custom_gradient
         self.rope_dim, self.rope_base = rope_dim, float(rope_base)
         self.longest_half_life = float(longest_half_life)
@@ -217,14 +221,14 @@ class FastmaxSelfAttention(nn.Module):
         if dtype is not None:
             validation.check_dtype("dtype", dtype)
         made = {"device": device, "dtype": dtype}
-        heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
-        self.qkv_proj = nn.Linear(embed_dim, heads + 2 * kv_heads, bias, **made)
-        self.out_proj = nn.Linear(heads, embed_dim, bias, **made)
-        self.gate_proj = nn.Linear(embed_dim, heads, bias, **made) if output_gate else None
+        channels, output_channels = sum(self.widths), num_heads * value_dim
+        self.qkv_proj = nn.Linear(embed_dim, channels, bias, **made)
+        self.out_proj = nn.Linear(output_channels, embed_dim, bias, **made)
+        self.gate_proj = nn.Linear(embed_dim, output_channels, bias, **made) if output_gate else None
         self.decay_proj = nn.Linear(embed_dim, num_kv_heads, **made) if decay else None
-        self.conv = ShortConvolution(heads + 2 * kv_heads, conv, **made) if conv > 1 else None
+        self.conv = ShortConvolution(channels, conv, **made) if conv > 1 else None
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
-        self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
+        self.output_norm = nn.RMSNorm(value_dim, norm_eps, **made) if output_norm else None
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -322,13 +326,15 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_count("flush_interval", flush_interval)
             if flush_interval != 1:
                 raise ValueError(f'flush_interval must be 1 with attention="softmax", got {flush_interval}')
-            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device, self.window)
+            sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
+            state = KeyValueCache.empty(*sizes, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
-            state = decoding.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
+            sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
+            state = decoding.init_state(*sizes, dtype=dtype, device=device, **options)
         recent = None
         if self.conv is not None:
-            recent = torch.zeros(batch, self.conv.width - 1, self._channels, dtype=dtype, device=device)
+            recent = torch.zeros(batch, self.conv.width - 1, sum(self.widths), dtype=dtype, device=device)
         return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def forward(
@@ -454,9 +460,9 @@ class FastmaxSelfAttention(nn.Module):
         return self._output(o, x)
 
     @property
-    def _channels(self) -> int:
-        """Number of channels of q, k and v together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers of channels of q, k and v, all heads together, in the order of the rows of `qkv_proj`."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.value_dim
 
     def _context(self) -> ParallelContext | None:
         context = sharded_dispatch.current() if self.context is None else self.context
@@ -511,8 +517,9 @@ class FastmaxSelfAttention(nn.Module):
                 recent = recent.clone()
             else:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
-        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        q, k, v = qkv.split(self.widths, dim=-1)
+        q, k, v = (q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)),
+                   v.unflatten(-1, (-1, self.value_dim)))  # fmt: skip
         q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
         if self.rope_dim:
             rotation = Rotation.at(positions, self.rope_dim, self.rope_base, q.dtype)
@@ -536,9 +543,9 @@ class FastmaxSelfAttention(nn.Module):
 
     def _check_projected(self, x: Tensor, qkv: Tensor) -> None:
         sharded_dispatch.refuse("to shard the heads of a layer, use fastmax.distributed.TensorParallel", x=x, qkv_proj=qkv)
-        if qkv.shape[-1] != self._channels:
+        if qkv.shape[-1] != sum(self.widths):
             raise ValueError(
-                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: "
+                f"qkv_proj must return {sum(self.widths)} channels, those of the layer's heads, got {qkv.shape[-1]}: "
                 "to shard the heads of a layer, use fastmax.distributed.TensorParallel"
             )
 
@@ -588,14 +595,16 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
         if state.dtype != x.dtype and not ops.in_autocast(x):
             raise TypeError(f"state must be for x's dtype {x.dtype}, got {state.dtype}")
-        recent = None if self.conv is None else (batch, self.conv.width - 1, self._channels)
+        recent = None if self.conv is None else (batch, self.conv.width - 1, sum(self.widths))
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
             raise ValueError(f"state must have a recent of shape {recent}, for this layer's convolution, got {got}")
         if isinstance(state.attention, KeyValueCache):
-            heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
-            if heads != kept:
-                raise ValueError(f"state must have this layer's (num_kv_heads, head_dim) {heads}, got {kept}")
+            keys, values = state.attention.keys, state.attention.values
+            heads = self.num_kv_heads, self.head_dim, self.value_dim
+            of_state = keys.shape[1], keys.shape[3], values.shape[3]
+            if heads != of_state:
+                raise ValueError(f"state must have this layer's (num_kv_heads, head_dim, value_dim) {heads}, got {of_state}")
             if state.attention.window != self.window:
                 raise ValueError(f"state must have this layer's window {self.window!r}, got {state.attention.window!r}")
             return
@@ -607,7 +616,7 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f"state must have this layer's {name} {option!r}, got {made[name]!r}")
 
     def extra_repr(self) -> str:
-        options: dict[str, object] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        options: dict[str, object] = {name: getattr(self, name) for name in _SIZES[1:]}
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
