@@ -42,6 +42,6 @@ for attention in ("sdpa", "fastmax"):  # PyTorch's softmax attention, then Fastm
         after = model(input_ids=held_out, labels=held_out).loss
     print(f"{attention:<8} {before:.4f}, after {args.steps} steps {after:.4f}", flush=True)
 
-cache = integration.FastmaxCache(model.config)  # a state of constant size in place of keys and values
-tokens = model.eval().generate(torch.tensor([list(b"    def ")]), past_key_values=cache, max_new_tokens=100, do_sample=True)
+integration.configure(model, constant_memory=True)  # generate then makes a state of constant size in place of keys and values
+tokens = model.eval().generate(torch.tensor([list(b"    def ")]), max_new_tokens=100, do_sample=True)
 print(bytes(tokens[0].tolist()).decode(errors="replace"))

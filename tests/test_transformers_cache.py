@@ -375,8 +375,8 @@ def test_offloaded_state_waits_for_its_tokens(monkeypatch):
     monkeypatch.setattr(FastmaxLayer, "_move", lambda self, device: moves.append((str(device), self.get_seq_length())))
     update = FastmaxLayer.update
 
-    def update_and_offload(self, *args):
-        announced = update(self, *args)
+    def update_and_offload(self, *args, **kwargs):
+        announced = update(self, *args, **kwargs)
         self.offload()
         return announced
 

@@ -31,10 +31,10 @@ def arguments_of(model: nn.Module, batch: Batch) -> Mapping[str, object]:
     """
     args, keywords = _split(batch)
     arguments = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **keywords}
-    cache = arguments.get("past_key_values")
-    if cache is not None:
-        got = type(cache).__name__
-        raise ValueError(f"past_key_values of a batch must be None, because batches hold whole sequences, got a {got}")
+    for name in ("past_key_values", "cache"):  # the older name and the newer one in transformers
+        if arguments.get(name) is not None:
+            got = type(arguments[name]).__name__
+            raise ValueError(f"{name} of a batch must be None, because batches hold whole sequences, got a {got}")
     return arguments
 
 

@@ -8,6 +8,7 @@ from transformers.masking_utils import create_causal_mask
 
 from fastmax.core import validation
 from fastmax.integrations.transformers import FastmaxMask
+from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.layers import implementation
 
 
@@ -53,8 +54,8 @@ class MaskOfTeacher:
             config=layer.config,
             inputs_embeds=hidden_states,
             attention_mask=self._padding,
-            past_key_values=None,
             position_ids=positions,
+            **{CACHE: None},
         )
         documents = keywords.get("cu_seq_lens_q")
         if isinstance(documents, Tensor) and not is_flash:

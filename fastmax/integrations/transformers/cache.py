@@ -245,11 +245,11 @@ class FastmaxLayer(CacheLayerMixin):
 
 
 class FastmaxCache(Cache):
-    """The `past_key_values` of a causal model that runs fastmax. Its size does not depend on the number of tokens.
+    """The cache of a causal model that runs fastmax. Its size does not depend on the number of tokens.
 
     Layers that do not run fastmax keep keys and values as in transformers' DynamicCache, sliding ones those of their window.
 
-        model.generate(**inputs, past_key_values=FastmaxCache(model.config))
+        model.generate(**inputs, past_key_values=FastmaxCache(model.config))  # transformers 5.24 and newer: cache=...
 
     Padding is read from the `attention_mask` of all tokens, from the first call on; padding never joins a state. `crop` is
     refused, and with it assisted decoding. `copy.deepcopy` makes an independent cache.

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from fastmax.core import validation
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
+from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.decay import refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
@@ -208,7 +209,7 @@ def _log_decay(
     elif of_gate.shape[2] != m:
         raise ValueError(
             f"{type(module).__name__} has a decay gate, and those of {m - of_gate.shape[2]} keys in the cache are not known: "
-            "past_key_values=FastmaxCache(config), or use_cache=False"
+            f"{CACHE}=FastmaxCache(config), or use_cache=False"
         )
     else:
         log_decay = of_gate

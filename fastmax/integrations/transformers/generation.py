@@ -11,6 +11,7 @@ import functools
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig
 
 from fastmax.integrations.transformers.cache import FastmaxCache
+from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.decay import GATE
 from fastmax.integrations.transformers.options import NAME, wants_constant_memory
 
@@ -23,16 +24,16 @@ def watch_generation() -> None:
 
     @functools.wraps(prepare)
     def prepare_fastmax_too(self, generation_config, model_kwargs, *args, **kwargs):
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         prepare(self, generation_config, model_kwargs, *args, **kwargs)
         if given is not None or generation_config.cache_implementation is not None:
             return
-        made = model_kwargs.get("past_key_values")
+        made = model_kwargs.get(CACHE)
         of_two = isinstance(made, EncoderDecoderCache)
         own = made.self_attention_cache if of_two else made
         if type(own) is DynamicCache and _is_default(self.config.get_text_config(decoder=True)):
             cache = FastmaxCache(self.config)
-            model_kwargs["past_key_values"] = EncoderDecoderCache(cache, made.cross_attention_cache) if of_two else cache
+            model_kwargs[CACHE] = EncoderDecoderCache(cache, made.cross_attention_cache) if of_two else cache
 
     prepare_fastmax_too.watched_by_fastmax = True
     GenerationMixin._prepare_cache_for_generation = prepare_fastmax_too
