@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 LAYERS = {
     "defaults": {"exact_window": 3, "num_kv_heads": 4},
+    "wide values": {"exact_window": 3, "num_kv_heads": 4, "value_dim": 11},
     "linear": {"exact_window": 0, "p": 1, "algorithm": "linear", "conv": 3},
     "softmax": {"attention": "softmax", "decay": False},
     "window": {"attention": "softmax", "window": 4, "conv": 0},
