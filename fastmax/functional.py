@@ -129,7 +129,7 @@ def fastmax_attention(
         (n, m), rpe_matrix = (q.shape[-2], k.shape[-2]), None
         positions = Positions(token_positions(m - n, n, q.device), token_positions(0, m, q.device))
     q, k = prepare_queries_and_keys(q, k, kind, lim, positions, use_custom_gradient, attention_mask, cu_seqlens)
-    noise = None if dropout == 0.0 else dropout_noise(drop_noise, dropout, (*q.shape[:-1], v.shape[-1]), q)
+    noise = dropout_noise(drop_noise, dropout, (*q.shape[:-1], v.shape[-1]), q)
 
     three_d = q.dim() == 3
     if three_d:

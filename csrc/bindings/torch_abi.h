@@ -43,7 +43,7 @@ inline std::string failure() {
   return what == nullptr ? "" : what;
 }
 
-// If memory runs out, the message contains "out of memory", and fastmax.ops.extension.call raises torch.OutOfMemoryError.
+// If memory runs out, the message contains "out of memory", and fastmax.ops.registration.Kernel raises torch.OutOfMemoryError.
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int device_index) {
   AtenTensorHandle handle = nullptr;
   const int32_t dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

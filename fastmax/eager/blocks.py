@@ -198,9 +198,9 @@ class Operands:
         """Key `i + shift - left` is the first one that query i sees; None: it sees all."""
         return None if self.call.left < 0 else self.call.left
 
-    def tile_info(self, keys: Span, **fields) -> TileInfo:
-        """Returns the `TileInfo` of a tile with these keys; `fields` are those that depend on the queries too."""
-        return TileInfo(self.group, key_weight=self.key_factors(keys).in_tile, returns_pairs=self.returns_pairs, **fields)
+    def tile_info(self, factors: KeyFactors, **fields) -> TileInfo:
+        """Returns the `TileInfo` of a tile whose keys have these factors; `fields` are those that depend on the queries too."""
+        return TileInfo(self.group, key_weight=factors.in_tile, returns_pairs=self.returns_pairs, **fields)
 
     @property
     def returns_pairs(self) -> bool:

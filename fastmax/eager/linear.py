@@ -247,13 +247,14 @@ class _Chunks:
         reads_values = self.workspace is not None
         return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group, reads_values)
 
-    def info(self, span: Span) -> tiles.TileInfo:
-        """Returns the information about the intra-chunk tile."""
-        keys, exponent = self.keys(span), None
+    def info(self, span: Span, factors: KeyFactors) -> tiles.TileInfo:
+        """Returns the information about the intra-chunk tile, whose keys have these factors."""
+        exponent = None
         if self.ops.decay is not None:
+            keys = self.keys(span)
             tiles_of = (span.length, span.length, span.count)
             exponent = self.ops.decay.exponent(span.start, keys.start, *tiles_of, workspace=self.workspace)
-        return self.ops.tile_info(keys, diagonal=0, exponent=exponent)
+        return self.ops.tile_info(factors, diagonal=0, exponent=exponent)
 
     def advance(
         self,
@@ -315,7 +316,7 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
             return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
 
         sums, state = chunks.advance(state, _state_tokens(k, v, factors), span, use, carry)
-        return tiles.forward(q, k, v, sums, score, chunks.info(span), workspace), state
+        return tiles.forward(q, k, v, sums, score, chunks.info(span, factors), workspace), state
 
     def full(span: Span, state: State):
         return read(state, chunks.q(span)), state
@@ -395,7 +396,7 @@ def _add_inter_chunk_q(
             k, v, factors = chunks.k_v(chunks.keys(span), decay)
             _, state = chunks.advance(state, _state_tokens(k, v, factors), span, dq, carry)
             if adds_intra_chunk_q:
-                grads.add_q(span, tiles.backward(q, k, v, *terms, score, chunks.info(span), workspace).q)
+                grads.add_q(span, tiles.backward(q, k, v, *terms, score, chunks.info(span, factors), workspace).q)
         else:
             dq(state)
 
@@ -437,7 +438,7 @@ def _add_k_v(
                 dk_dv(after, *tokens, keys)
 
             _, state = chunks.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
-            tile = tiles.backward(q, k, v, g, e, score, chunks.info(span), workspace)
+            tile = tiles.backward(q, k, v, g, e, score, chunks.info(span, factors), workspace)
             grads.add_tile(span, keys, tile, adds_q=adds_intra_chunk_q)
         else:
             state = _add_tokens(state, q, g, e, workspace)

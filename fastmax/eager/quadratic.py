@@ -58,7 +58,7 @@ class _Tiling:
         if ops.decay is not None:
             exponent = ops.decay.exponent(rows.start, cols.start, rows.length, cols.length, workspace=self.workspace)
         return ops.tile_info(
-            cols,
+            ops.key_factors(cols),
             diagonal=None if ops.right is None else offset + ops.right,
             lower=None if ops.left is None else offset - ops.left,
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),

@@ -321,16 +321,15 @@ class FastmaxSelfAttention(nn.Module):
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
         validation.check_count("batch", batch, least=0)
+        sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
         state: DecodeState | KeyValueCache
         if self.attention == "softmax":
             validation.check_count("flush_interval", flush_interval)
             if flush_interval != 1:
                 raise ValueError(f'flush_interval must be 1 with attention="softmax", got {flush_interval}')
-            sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
             state = KeyValueCache.empty(*sizes, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
-            sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
             state = decoding.init_state(*sizes, dtype=dtype, device=device, **options)
         recent = None
         if self.conv is not None:
@@ -518,8 +517,7 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
         q, k, v = qkv.split(self.widths, dim=-1)
-        q, k, v = (q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)),
-                   v.unflatten(-1, (-1, self.value_dim)))  # fmt: skip
+        q, k, v = (rows.unflatten(-1, (-1, d)) for rows, d in ((q, self.head_dim), (k, self.head_dim), (v, self.value_dim)))
         q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
         if self.rope_dim:
             rotation = Rotation.at(positions, self.rope_dim, self.rope_base, q.dtype)

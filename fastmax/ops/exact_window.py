@@ -205,12 +205,11 @@ def backward(
     differentiate_global_: DifferentiateGlobal,
 ) -> dict[str, Tensor]:
     """Returns the gradients by name. Those of tensors that the call does not have have no elements."""
-    local = local_call(call)
-    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local)
+    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local_call(call))
     given = [name for name in GLOBAL.differentiable if getattr(call, name) is not None]
-    grads |= {
-        name: torch.zeros_like(getattr(call, name)) for name in given if getattr(local, name) is None
-    }  # not of local keys
+    for name in GLOBAL.differentiable:
+        if name not in grads:  # not of local keys
+            grads[name] = torch.zeros_like(getattr(call, name)) if name in given else q.new_empty(0)
     for part in global_keys(q, k, call):
         z = part.turned(results.z_behind if part.reversed else results.z_before)
 

@@ -1,4 +1,4 @@
-"""The CUDA extension, a compiled library of kernels: loads it, calls it, and says why it does not run.
+"""The CUDA extension, a compiled library of kernels: loads it, and says why it does not run.
 
 `setup.py` builds the library from `csrc/`. When loaded, it implements the operators `torch.ops.fastmax_cuda`. It uses no
 Python symbols, so one file serves every Python and every PyTorch from 2.11 on.
@@ -21,7 +21,8 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-# Which calls have kernels. The bindings in csrc/ raise an error for others. Operators add rules of their own.
+# The largest head dim and the dtypes that the kernels have. The bindings in csrc/ raise an error for other calls. An operator
+# adds limits of its own by the argument `covers` of `fastmax.ops.registration.register`.
 MAX_HEAD_DIM = 256
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 

@@ -191,7 +191,7 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
 
     with without_autocast(q):
         grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_global_)
-    return tuple(grads[name] if name in grads else q.new_empty(0) for name in EXACT_WINDOW.gradient_names)
+    return tuple(grads[name] for name in EXACT_WINDOW.gradient_names)
 
 
 def _fake_exact_window_forward(q, k, v, *arguments):

@@ -34,8 +34,6 @@ def decode_step(
     tensors = (q, k, v, kv_state, k_sum, mask, log_decay)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
-    if torch.compiler.is_compiling():
-        return _DECODE_STEP(*tensors, *score)
     return _DECODE_STEP(*tensors, *score)
 
 
