@@ -48,6 +48,7 @@ struct Problem {
   bool window;       // softmax: and iff i + causal_offset - left <= j <= i + causal_offset + right
   int causal_offset; // m - n
   int left, right;   // of a window; right = 0 where causal
+  int exact_window;  // local keys, |i + causal_offset - j| < exact_window, have weight exp(s); 0: there are none
   float dropout;     // o *= 1 + dropout * noise
 
   // kernels

@@ -141,7 +141,7 @@ def _register(prefix: str, signature: Signature, statistic: str, kernel_of: str 
 
 _FASTMAX = _register("", FASTMAX, "z")
 _FLASH = _register("flash_", FLASH, "lse")
-_EXACT_TILES = _register("exact_tiles_", EXACT_TILES, "lse", kernel_of=None)
+_EXACT_TILES = _register("exact_tiles_", EXACT_TILES, "lse")
 
 
 # ---- the operator of an exact window, which calls others for the local and the global keys
