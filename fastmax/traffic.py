@@ -85,8 +85,8 @@ def hbm_traffic(
       anyway.
     - `exact_window` of W: "flash" with this window. Then the algorithm itself, causal, for T - W queries and keys, those at
       least W apart; if not causal, a second time for the keys behind the queries. Then each of these parts is merged into the
-      outputs and float32 sums of its queries: 2 (T - W) (d e + 4) read, (T - W) (d e + 8) written, of which 4 (T - W) are the
-      sums that a backward divides by. With `log_decay` 4 (T - W) more read: the decay over the window.
+      outputs and float32 sums of its queries: 2 (T - W) (d e + 4) read, (T - W) (d e + 4) written. The running sums of
+      `log_decay` are those of all T tokens, so W more than the keys: 16 W more read, 8 W more written.
     - `state`, as in `prefill`: with R = 1 + d + d (d + 1) / 2 rows (p = 1: 1 + d), R (d + 1) float32 are read and written.
       Every chunk has a state before it, and all keys are added to states. For p = 1 the chunks have 256 queries. Their sums,
       D (D + 2) + 1 float32, are written and read once, then turned into states, D^2 numbers in bf16 or float32 and 2 D + 1
@@ -151,7 +151,10 @@ def hbm_traffic(
         if queries > 0:
             options["cu_seqlens"] = None if cu_seqlens is None else (0, queries)  # one number per query, whatever its value
             parts += [hbm_traffic(queries, head_dim, dtype, algorithm, causal=True, p=p, **options)] * (1 if causal else 2)
-        return sum(parts[1:], parts[0]) + _merged(len(parts) - 1, queries, head_dim, dtype, log_decay)
+            parts += [Traffic(16 * exact_window, 8 * exact_window)] if log_decay else []
+            output = queries * (head_dim * dtype.itemsize + _FLOAT)
+            parts += [Traffic(2 * output, output)] * (1 if causal else 2)  # the merge
+        return sum(parts[1:], parts[0])
     along = _along(seqlen, causal, log_decay, bounds is not None)
     if algorithm == "linear":
         return along + _linear(seqlen, head_dim, dtype, causal, p, log_decay, state)
@@ -204,13 +207,6 @@ def _along(seqlen: int, causal: bool, log_decay: bool, packed: bool) -> Traffic:
     """Returns the traffic of decays and of bounds of keys."""
     sums = Traffic(16 * seqlen, 8 * seqlen) if log_decay else Traffic(0, 0)
     return sums + Traffic((4 if causal else 8) * seqlen if log_decay or packed else 0, 0)
-
-
-def _merged(parts: int, queries: int, head_dim: int, dtype: torch.dtype, shifted: bool) -> Traffic:
-    """Returns the traffic of merging `parts` parts into the outputs of their queries, in place; `shifted`: with decays."""
-    output = queries * head_dim * dtype.itemsize + _FLOAT * queries
-    number = _FLOAT * queries
-    return Traffic(parts * (2 * output + (number if shifted else 0)), parts * (output + number))
 
 
 def _keys_of_blocks(seqlen: int, rows: int, causal: bool, left: int, right: int, bounds: list[int] | None) -> int:

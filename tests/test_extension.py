@@ -150,7 +150,7 @@ def test_the_device_is_asked_once(monkeypatch):
 # ---- kernels
 
 
-def kernel_that(monkeypatch, function, name="global_backward_"):
+def kernel_that(monkeypatch, function, name="merge_"):
     """Returns the kernel of an operator, computed by `function`."""
     kernel = OPERATORS[name].kernel
     monkeypatch.setattr(kernel, "_kernel", function)

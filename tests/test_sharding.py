@@ -194,10 +194,6 @@ def recorded(kv_heads: int) -> list[tuple]:
             of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
             torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, saved, *score)
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())
-        far = (mask, decays, first, *score[:-1], "linear", False)
-        with torch.no_grad():
-            torch.ops.fastmax.global_forward_(o.clone(), lse.clone(), q, k, v, *far)
-            torch.ops.fastmax.global_backward_(q.clone(), k.clone(), v.clone(), o, lse, q, k, v, o, z, *far)
     return recorder.calls
 
 
@@ -209,14 +205,12 @@ def check_operators(group, kv_heads, dim):
     mesh, seen = mesh_of(group), set()
     for operator, args in recorded(kv_heads):
         schema = operator._schema.arguments
-        # Gradients that are added to must lie as they come out, whole where ranks share a key/value head.
-        together = kv_heads == 1 and dim == 1 and operator is torch.ops.fastmax.global_backward_.default
         plain = [x.detach().clone() if isinstance(x, Tensor) else x for x in args]
         parts = [
             distributed(
                 x.detach().clone(),
                 mesh,
-                (dim,) if is_divided(argument.name, x, dim) and x.shape[dim] > 1 and not together else (),
+                (dim,) if is_divided(argument.name, x, dim) and x.shape[dim] > 1 else (),
             )
             if isinstance(x, Tensor)
             else x

@@ -69,6 +69,10 @@ class Call(NamedTuple):
     right: int = -1
     # Keys with |pos(i) - j| < exact_window are local keys, of weight exp(s): see `fastmax.ops.exact_window`. 0: there are none.
     exact_window: int = 0
+    # Number of tokens that the decays of a query reach beyond its position: log_decay has m + lag tokens, and key j has for
+    # query i the decays of the tokens j + 1 to pos(i) + lag. Visibility does not depend on it. Calls for the global keys of an
+    # exact window have one, because their queries are that many tokens later. No operator takes it.
+    lag: int = 0
 
     # Tensors that accompany q, k and v; None if the call has none.
 
@@ -79,7 +83,7 @@ class Call(NamedTuple):
     # Relative positions: for query i, row j - i + n - 1 is added to k_j. There are n + m - 1 rows, one for each distance.
     rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True, has_kernels=False)] = None
     # Log of the decay at each token: the weight of key j for query i is multiplied by exp of the sum over tokens j + 1 to
-    # pos(i). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
+    # pos(i) (and `lag` more). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
     log_decay: Annotated[
         Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True, of_states=True, needs_causal=True)
     ] = None
@@ -184,12 +188,9 @@ class Signature:
 
 
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
-# Causal calls over global keys of an exact window.
-GLOBAL = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_global_keys))
 # Calls that continue from a state. They are causal and use the linear algorithm.
 CONTINUED = Signature(Score, (), tuple(name for name, x in ACCOMPANYING.items() if x.of_states))
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
-EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("attention_mask", *PER_HEAD))
 FLASH = Signature(
     Softmax, ("causal", "left", "right"), ("attention_mask", *[name for name in PER_HEAD if ACCOMPANYING[name].of_local_keys])
 )

@@ -43,7 +43,7 @@ _QUERIES, _KEYS, _SHARED = _axes("b h"), _axes("b hk"), _axes("")
 _AXES = {
     **{name: _axes(x.axes) for name, x in ACCOMPANYING.items()},
     **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
-    **dict.fromkeys(("z_before", "z_behind", "o_global", "z_global", "g", "e", "pairs"), _QUERIES),
+    **dict.fromkeys(("o_global", "z_global", "g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "kv_state", "k_sum", "new_kv_state", "new_k_sum"), _KEYS),
     **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "buffered", "saved"), _KEYS),
     **dict.fromkeys(("finite", "shift", "pairs_of_states"), _KEYS),

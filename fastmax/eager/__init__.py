@@ -30,6 +30,7 @@ from fastmax.eager.state import (
     sums_dtype,
     zero_state,
 )
+from fastmax.eager.tiles import least_sum
 
 __all__ = [
     "States",
@@ -51,6 +52,7 @@ __all__ = [
     "gradients_of_sums",
     "in_functorch",
     "is_transformed",
+    "least_sum",
     "merge_",
     "normalize_tokens",
     "normalize_tokens_backward",

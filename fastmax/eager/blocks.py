@@ -242,7 +242,7 @@ class Gradients:
         self._out = out
         self._sums = InputGradients(*(x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out))
         self._rpe = rpe
-        self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift)
+        self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift, ops.call.lag)
 
     @staticmethod
     def _add(total: Tensor, span: Span, x: Tensor, scale: float = 1.0) -> None:

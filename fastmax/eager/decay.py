@@ -3,8 +3,9 @@
     G_j = sum_{t <= j} log_decay_t
     weight of the pair (i, j) = exp(G_pos(i) - G_j) w_ij    if k_start[i] <= j < k_end[i], else 0
 
-where pos(i) = i + m - n is the position of query i among the keys. G is summed in float64 and differences are taken before
-rounding, so precision does not depend on the length. All exponents are <= 0.
+where pos(i) = i + m - n is the position of query i among the keys. With a `lag` (`Call.lag`), the exponent is
+G_(pos(i) + lag) - G_j: the query has the decays of later tokens too, and G has m + lag tokens. G is summed in float64 and
+differences are taken before rounding, so precision does not depend on the length. All exponents are <= 0.
 
 A decay of NaN counts as 0 in G. The exponents of a query are set to NaN if it sees a key before such a decay (`_nan_rows`).
 With a NaN in G, all later queries would become NaN, including those that see no such key.
@@ -85,6 +86,18 @@ def _last_key_before_nan(log_decay: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(log_decay.isnan(), before, -2).cummax(-1).values
 
 
+def _last_seen_before_nan(log_decay: Tensor, mask: Tensor | None, lag: int) -> Tensor:
+    """Returns `_last_key_before_nan` for queries whose decays reach `lag` tokens beyond their position, (b, hk, m).
+
+    log_decay is (b, hk, m + lag). The query at token j sees keys up to j alone.
+    """
+    m = log_decay.shape[-1] - lag
+    keys = log_decay.new_ones(log_decay.shape[0], m, dtype=torch.bool) if mask is None else mask
+    last_key = torch.where(keys, torch.arange(m, device=keys.device), -1).cummax(-1).values
+    before_nan = _last_key_before_nan(log_decay, F.pad(keys, (0, lag)))
+    return torch.minimum(before_nan[..., lag:], last_key.unsqueeze(1))
+
+
 class Factor(NamedTuple):
     """A decay factor, stored as `whole + part`.
 
@@ -147,7 +160,7 @@ class Factors(NamedTuple):
 
 
 class Decay:
-    """The decays and bounds of a head group: log_decay (b, hk, m), k_start and k_end (b, hk, n). Each may be None."""
+    """The decays and bounds of a head group: log_decay (b, hk, m + lag), k_start and k_end (b, hk, n). Each may be None."""
 
     def __init__(
         self,
@@ -159,6 +172,7 @@ class Decay:
         mask: Tensor | None = None,
         left: int | None = None,
         state: Tensor | None = None,
+        lag: int = 0,
     ):
         """Initialises the running sums of the decays.
 
@@ -167,11 +181,12 @@ class Decay:
             dtype: of the factors and exponents.
             mask, left: attention_mask (b, m) and `left` of the call.
             state: (b, hk), for a call that continues from a state: the first element of k_sum, 0 if the state holds no key.
+            lag: of the call. A call with a lag continues from no state.
         """
         self._nan_rows = None  # (b, hk, n): NaN for queries whose exponents are NaN, else 0
         self.nan_state = None  # (b, hk): whether the state after the last key is NaN
         if log_decay is not None and (may_hold_nan(log_decay) or (state is not None and may_hold_nan(state))):
-            last = _last_key_before_nan(log_decay, mask)
+            last = _last_key_before_nan(log_decay, mask) if lag == 0 else _last_seen_before_nan(log_decay, mask, lag)
             is_key = last >= 0
             if state is not None:
                 last = torch.where(state.isnan().unsqueeze(-1), last.clamp(min=-1), last)  # a NaN of an earlier call
@@ -188,6 +203,7 @@ class Decay:
         self._sums = None if log_decay is None else F.pad(log_decay.double().cumsum(-1), (1, 0))
         self._first, self._end = k_start, k_end
         self._shift = shift
+        self._lag = lag
         self._dtype = dtype
 
     def key_range(self, start: int, stop: int, m: int) -> tuple[int, int]:
@@ -198,7 +214,7 @@ class Decay:
     def exponent(
         self, query: int, key: int, rows: int, cols: int, count: int = 1, workspace: Workspace | None = None
     ) -> Tensor | None:
-        """Returns the exponents `G_pos(i) - G_j` of the weights of a tile, (b * hk * count, rows, cols).
+        """Returns the exponents `G_(pos(i) + lag) - G_j` of the weights of a tile, (b * hk * count, rows, cols).
 
         They are -inf where the bounds hide a key, and 0 above the diagonal of a causal call. The result is None if there are
         neither decays nor hidden keys.
@@ -210,7 +226,7 @@ class Decay:
         first_row = self._shift + query
         x = None
         if self._sums is not None:
-            at_rows = self._blocks(self._sums[..., 1:], first_row, rows, count).unsqueeze(-1)
+            at_rows = self._blocks(self._sums[..., 1:], first_row + self._lag, rows, count).unsqueeze(-1)
             at_cols = self._blocks(self._sums[..., 1:], key, cols, count).unsqueeze(-2)
             if key + cols <= first_row and count == 1:  # a sum of two terms <= 0 has no cancellation
                 last = at_cols[..., -1:]
@@ -266,8 +282,9 @@ class Decay:
             part = torch.zeros_like(whole)
         else:
             at = self._blocks(self._sums[..., 1:], key, length, count)
+            at_rows = at if self._lag == 0 else self._blocks(self._sums[..., 1:], key + self._lag, length, count)
             base = self._blocks(self._sums, key, length, count)[:, :1]
-            rows, keys = (exp_of_decayed(x.to(self._dtype), in_place=False) for x in (at - base, at[:, -1:] - at))
+            rows, keys = (exp_of_decayed(x.to(self._dtype), in_place=False) for x in (at_rows - base, at[:, -1:] - at))
             through = at[:, -1:] - base
             near_one = through > -0.5
             whole = near_one.to(self._dtype)
@@ -343,21 +360,25 @@ class DecayGradient:
         grad_t = sum of p_ij over j < t <= pos(i)
                = sum_{s >= t} (sum of p_ij over pos(i) = s - sum of p_ij over j = s)
 
+    With a lag, pos(i) + lag takes the place of pos(i).
+
     Pairs in different chunks or tiles are summed by the second line: by query and by key, as differences per token. Pairs in a
     tile on the diagonal are summed by the first line. The second line holds for them too, but there the pair of a token with
-    itself cancels. With strong decays it is the largest pair, and its rounding error would remain.
+    itself cancels. With strong decays it is the largest pair, and its rounding error would remain. With a lag that pair does
+    not cancel, and the second line serves for all pairs.
     """
 
-    def __init__(self, log_decay: Tensor, shift: int):
+    def __init__(self, log_decay: Tensor, shift: int, lag: int = 0):
         self._difference = torch.zeros_like(log_decay, dtype=torch.float64, memory_format=torch.contiguous_format)
         self._size = torch.zeros_like(self._difference)  # sum of the absolute values of the terms of each difference
         self._diagonal = torch.zeros_like(self._difference)
         self._shift = shift
+        self._lag = lag
 
     def add_queries(self, start: int, x: Tensor, group: int) -> None:
         """Adds the sums over keys of other chunks, x (b * hk * count, group * length, 1), of the queries from `start` on."""
         x = rearrange(x, "b (g t) 1 -> b g t", g=group).sum(1, dtype=torch.float64)
-        self._add_difference(start + self._shift, x)
+        self._add_difference(start + self._shift + self._lag, x)
 
     def add_keys(self, start: int, x: Tensor) -> None:
         """Adds the sums over queries of other chunks, x (b * hk * count, length, 1), of the keys from `start` on."""
@@ -368,6 +389,10 @@ class DecayGradient:
 
         `query` and `key` are the indices of the first query and the first key. p is 0 above the diagonal; it is overwritten.
         """
+        if self._lag > 0:
+            self._add_difference(query + self._shift + self._lag, pairs.sum(2))
+            self._add_difference(key, -pairs.sum(1))
+            return
         cols = pairs.shape[-1]
         before = key - query - self._shift  # rows of the tile that see none of its keys
         square = pairs[:, before : before + cols] if before >= 0 else pairs[:, :0]
@@ -380,7 +405,7 @@ class DecayGradient:
             self._add_difference(key, -pairs.sum(1))
 
     def result(self, before: Tensor | float = 0.0, after: Tensor | float = 0.0) -> Tensor:
-        """Returns the gradient, (b, hk, m) in float64.
+        """Returns the gradient, (b, hk, m + lag) in float64.
 
         Args:
             before: sum of p over the pairs of the given state, which acts as a key before all tokens, (b, hk, 1).

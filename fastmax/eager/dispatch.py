@@ -86,6 +86,7 @@ def operands(
             mask=call.attention_mask,
             left=None if call.left < 0 else call.left,
             state=state,
+            lag=call.lag,
         )
     return Operands(*(split_heads(x, k.shape[1])[group] for x in (q, k, v)), call, tiles_of(call), decay)
 

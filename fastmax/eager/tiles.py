@@ -72,7 +72,12 @@ def finish_decayed(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> t
     A denominator below 2^-100 (float64: 2^-996) counts as 0, as in the CUDA kernels. Gradients are divided by it and must stay
     finite.
     """
-    return finish(numerator, torch.where(z.abs() < 2.0**26 * torch.finfo(z.dtype).tiny, 0.0, z), out)
+    return finish(numerator, torch.where(z.abs() < least_sum(z.dtype), 0.0, z), out)
+
+
+def least_sum(dtype: torch.dtype) -> float:
+    """Returns the size of a denominator with decays below which it counts as 0."""
+    return 2.0**26 * torch.finfo(dtype).tiny
 
 
 def row_terms(

@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
-Each file registers a family of operators: `fused`, `global_keys`, `merge`, `states`, `steps`, `decays`, `normalization` and
+Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `normalization` and
 `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator stand side by side.
 `registration` registers them, and `autograd` records calls.
 
@@ -8,18 +8,17 @@ The implementation uses PyTorch operations and runs on every device. The compile
 kernels. `registration.Operator` decides which of the two runs a call: no kernel covers float64, rpe matrices, head dims above
 256 and old devices.
 
-`fastmax.core.validation` has checked the arguments, and `fastmax.core.call` flattens them into a schema. `exact_window_*` call
-other operators on every device (`fastmax.ops.exact_window`). `exact_tiles_*` are the quadratic algorithm in PyTorch operations
-(`fastmax.eager.exact`).
+`fastmax.core.validation` has checked the arguments, and `fastmax.core.call` flattens them into a schema. `exact_window_*`
+choose between one pass over tiles (`fastmax.eager.exact`) and calls for the local and the global keys
+(`fastmax.ops.exact_window`).
 
-The backward of attention needs q, k, v, o, the denominators z (b, h, n) and the tensors of the call. Softmax saves the
-log-sum-exp in place of z. An exact window saves the fields of `fastmax.ops.exact_window.Forward`.
+The backward of attention needs q, k, v, o, the denominators z (b, h, n) and the tensors of the call. Softmax and
+exact windows save the log-sum-exp in place of z.
 """
 
 from __future__ import annotations
 
 from fastmax.ops import extension
-from fastmax.ops import global_keys as global_keys  # registers its operators
 from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
 from fastmax.ops.autocast import without_autocast as without_autocast

@@ -45,7 +45,7 @@ def refuse_second_derivative_of_normalization(ctx, *grads):
 
 
 class Differentiable(NamedTuple):
-    """An attention operator and its gradient. Only the backward uses outputs from the third on."""
+    """An attention operator and its gradient."""
 
     signature: Signature
     forward: Operator
@@ -56,10 +56,8 @@ class Differentiable(NamedTuple):
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
         ctx.options = inputs[last:]
         ctx.set_materialize_grads(False)
-        if len(output) > 2:
-            ctx.mark_non_differentiable(*output[2:])
 
-    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v and the call's tensors from the saved tensors; z is the second output."""
         names = self.signature.tensor_names
         if grad_o is None and grad_z is None:

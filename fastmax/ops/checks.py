@@ -16,7 +16,6 @@ from fastmax.core import validation
 from fastmax.core.call import ACCOMPANYING, PER_HEAD, Call
 from fastmax.core.score import Softmax
 from fastmax.eager import States, compute_dtype, state_rows, sums_dtype
-from fastmax.ops.exact_window import Forward, global_queries
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -64,23 +63,6 @@ def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
     if call.exact_window < 1:
         raise ValueError(f"exact_window must be at least 1, got {call.exact_window}")
     validation.check_exact_window_of(call.exact_window, q, k, None)
-
-
-def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -> None:
-    """Checks the results of the forward that a backward with an exact window needs, besides o and lse."""
-    (b, h, n, _), dv, dtype = q.shape, v.shape[3], compute_dtype(q.dtype)
-    before, after = global_queries(n, k.shape[2], call.exact_window, call.causal)
-    _check_tensor("z_before", results.z_before, (b, h, before), dtype, q)
-    _check_tensor("z_behind", results.z_behind, (b, h, after), dtype, q)
-    if call.log_decay is not None:
-        _check_tensor("o_global", results.o_global, (b, h, before, dv), q.dtype, q)
-        _check_tensor("z_global", results.z_global, (b, h, before), dtype, q)
-
-
-def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Checks the tensors that a call writes to; each is given with its shape."""
-    for name, (x, shape) in written.items():
-        _check_tensor(name, x, tuple(shape), q.dtype, q)
 
 
 def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Tensor | None) -> None:

@@ -4,12 +4,12 @@ The call is cut into parts, and the outputs of the parts are merged:
 
 - local keys: softmax attention with a window;
 - global keys before the queries: causal fastmax attention of the last queries to the keys without the last ones, which shifts
-  the causal mask by `window` tokens;
+  the causal mask by `window` tokens. With `log_decay`, a `lag` gives the queries the decays of the window (`Call.lag`);
 - global keys behind the queries, without `causal`: the same with both sequences reversed.
 
 The backward needs no merge. The gradient of a part depends on the output and the denominator only through
 `g_i = grad_o_i / z_i` and `e_i = -(grad_o_i . o_i) / z_i`. Given o and z of all keys, an operator returns the gradients of its
-part of the whole.
+part of the whole. z follows from the log-sum-exp of all keys, so the backward needs o and lse alone.
 
 For the quadratic algorithm in PyTorch operations, `fastmax.eager.exact` computes all parts in one pass over tiles.
 """
@@ -24,18 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax import eager
-from fastmax.core.call import ACCOMPANYING, GLOBAL, Call
+from fastmax.core.call import ACCOMPANYING, Call
 from fastmax.core.score import Softmax
 from fastmax.ops.merge import merge_attention
 
 # (q, k, v, call) -> output, and denominators or, for softmax, the log of the sums of weights
 Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
-# (o, lse, q, k, v, call) -> denominators; attention to the keys of the call is merged into o and lse of the local keys
-AttendGlobal = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
 # (grad_o, grad_z or None, q, k, v, o, z, call) -> gradients by name; no elements for tensors that the call does not have
 Differentiate = Callable[..., dict[str, Tensor]]
-# (gradients of q, k and v to add to, then the arguments of Differentiate) -> the other gradients by name
-DifferentiateGlobal = Callable[..., dict[str, Tensor]]
+
+_OF_GLOBAL_KEYS = tuple(name for name, x in ACCOMPANYING.items() if x.of_global_keys)
+_DIFFERENTIABLE = tuple(name for name in _OF_GLOBAL_KEYS if ACCOMPANYING[name].differentiable)
 
 
 class GlobalKeys(NamedTuple):
@@ -59,6 +58,8 @@ class GlobalKeys(NamedTuple):
 
     def part_of(self, name: str, x: Tensor) -> Tensor:
         """Returns the part's tokens of a tensor that accompanies q, k and v, in the order of the part's call."""
+        if name == "log_decay":
+            return x  # the keys of the part and `lag` tokens, which are all
         axes = ACCOMPANYING[name].axes.split()
         dim = next(i for i, axis in enumerate(axes) if axis in ("n", "m"))
         count, from_end = (self.queries, not self.reversed) if axes[dim] == "n" else (self.keys, self.reversed)
@@ -83,24 +84,14 @@ def local_call(call: Call) -> Call:
     return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right, **of_global_keys)
 
 
-def global_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
-    """Returns the number of queries that have global keys before them, and the number that have some behind them.
-
-    Symbolic sizes get no guards.
-    """
-    if all(isinstance(size, int) for size in (n, m)):
-        return max(0, min(n, m - window)), 0 if causal else max(0, n - window)
-    before = torch.sym_max(0, torch.sym_min(n, m - window))
-    return before, 0 if causal else torch.sym_max(0, n - window)
-
-
 def global_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[GlobalKeys]:
     """Yields the parts of the global keys: first the keys before the queries, then those behind them. Parts without queries are
     left out."""
     n, m, window = q.shape[2], k.shape[2], call.exact_window
-    before, behind = global_queries(n, m, window, call.causal)
-    whole = {name: getattr(call, name) for name in GLOBAL.tensor_names}
-    part_call = call._replace(causal=True, exact_window=0, k_end=None)
+    before, behind = max(0, min(n, m - window)), 0 if call.causal else max(0, n - window)
+    whole = {name: getattr(call, name) for name in _OF_GLOBAL_KEYS}
+    lag = 0 if call.log_decay is None else window
+    part_call = call._replace(causal=True, exact_window=0, lag=lag, k_end=None)
     if before > 0:
         part = GlobalKeys(before, m - window, False, part_call)
         tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items()}
@@ -122,75 +113,18 @@ def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, att
     outputs = [attend(q, k, v, local_call(call))]
     for part in global_keys(q, k, call):
         o, lse = (part.turned(x) for x in attend(*part.operands(q, k, v), part.call))
-        if call.log_decay is not None:
-            between = _between(call, part).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            lse = torch.where(lse == -torch.inf, lse, lse + between)  # -inf: no global key is visible
         ahead, behind = (0, n - part.queries) if part.reversed else (n - part.queries, 0)
         outputs.append((F.pad(o, (0, 0, ahead, behind)), F.pad(lse, (ahead, behind), value=-torch.inf)))
     return merge_attention(*zip(*outputs, strict=True))
 
 
-class Forward(NamedTuple):
-    """The results of `forward`. Results for a part that does not exist have no elements."""
-
-    o: Tensor  # (b, h, n, dv)
-    lse: Tensor  # (b, h, n)
-    # (b, h, queries of the part): the sums of weights over all keys, on the scale of the part's weights. 0: the query sees no
-    # key of the part.
-    z_before: Tensor
-    z_behind: Tensor
-    # (b, h, queries, dv) and (b, h, queries), only with log_decay: output and denominators of the first part alone
-    o_global: Tensor
-    z_global: Tensor
-
-
-def empty_results(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
-    """Returns uninitialised results."""
-    (b, h, n, _), dv = q.shape, v.shape[3]
-    dtype = eager.compute_dtype(q.dtype)
-    before, behind = global_queries(n, k.shape[2], call.exact_window, call.causal)
-
-    def per_query(queries: int) -> Tensor:
-        return q.new_empty(b, h, queries, dtype=dtype)
-
-    if call.log_decay is None:
-        o_global, z_global = q.new_empty(0), q.new_empty(0, dtype=dtype)
-    else:
-        o_global, z_global = eager.empty_like_layout(q, dv, tokens=before), per_query(before)
-    return Forward(eager.empty_like_layout(q, dv), per_query(n), per_query(before), per_query(behind), o_global, z_global)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, attend_global_: AttendGlobal, merge: Callable[..., Tensor]
-) -> Forward:
-    """Computes `attention_with_exact_window` without autograd, and what the backward needs.
-
-    `merge` is `fastmax.eager.merge_` or a kernel for it.
-    """
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, merge: Callable[..., object]) -> tuple[Tensor, Tensor]:
+    """Computes `attention_with_exact_window` without autograd. `merge` is `fastmax.eager.merge_` or a kernel for it."""
     o, lse = attend(q, k, v, local_call(call))
-    results = empty_results(q[:, :, :0], k, v, call)._replace(o=o, lse=lse)
     for part in global_keys(q, k, call):
-        if call.log_decay is None and not part.reversed:
-            z = attend_global_(part.queries_of(o), part.queries_of(lse), *part.operands(q, k, v), part.call)
-            results = results._replace(z_before=z)
-            continue
-        o_global, z_global = attend(*part.operands(q, k, v), part.call)
-        shift = None if call.log_decay is None else _between(call, part).to(lse.dtype)
-        o_global, z_global = part.turned(o_global), part.turned(z_global)
-        z = merge(part.queries_of(o), part.queries_of(lse), o_global, z_global, shift)
-        if part.reversed:
-            _add_to_denominators(results.z_before, z_global, q.shape[2])
-            results = results._replace(z_behind=z)
-        else:
-            results = results._replace(z_before=z, o_global=o_global, z_global=z_global)
-    return results
-
-
-def _add_to_denominators(z: Tensor, z_global: Tensor, n: int) -> None:
-    """Adds the sums over the keys behind the queries to z, for queries that both parts have, except where z is 0."""
-    both = max(0, z.shape[2] + z_global.shape[2] - n)
-    of_both = z[..., :both]
-    of_both.add_(torch.where(of_both == 0, 0.0, z_global[..., z_global.shape[2] - both :]))
+        o_global, z_global = (part.turned(x) for x in attend(*part.operands(q, k, v), part.call))
+        merge(part.queries_of(o), part.queries_of(lse), o_global, z_global, None)
+    return o, lse
 
 
 def backward(
@@ -199,55 +133,44 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    results: Forward,
+    o: Tensor,
+    lse: Tensor,
     call: Call,
     differentiate: Differentiate,
-    differentiate_global_: DifferentiateGlobal,
 ) -> dict[str, Tensor]:
     """Returns the gradients by name. Those of tensors that the call does not have have no elements."""
-    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local_call(call))
-    given = [name for name in GLOBAL.differentiable if getattr(call, name) is not None]
-    for name in GLOBAL.differentiable:
+    grads = differentiate(grad_o, grad_lse, q, k, v, o, lse, local_call(call))
+    given = [name for name in _DIFFERENTIABLE if getattr(call, name) is not None]
+    for name in _DIFFERENTIABLE:
         if name not in grads:  # not of local keys
             grads[name] = torch.zeros_like(getattr(call, name)) if name in given else q.new_empty(0)
     for part in global_keys(q, k, call):
-        z = part.turned(results.z_behind if part.reversed else results.z_before)
 
         def of_queries(x: Tensor, part=part) -> Tensor:
             return part.turned(part.queries_of(x))
 
+        z = denominators(of_queries(lse), part)
         # If z is 0, the quotient is not used. If z is infinite, the part has no weight.
         grad_z = None if grad_lse is None else of_queries(grad_lse) / z
-        arguments = (of_queries(grad_o), grad_z, *part.operands(q, k, v), of_queries(results.o), z, part.call)
-        into = {"q": part.queries_of(grads["q"]), "k": part.keys_of(grads["k"]), "v": part.keys_of(grads["v"])}
-        if part.reversed:
-            of_part = differentiate(*arguments)
-            for name, whole in into.items():
-                whole.add_(part.turned(of_part[name]))
-        else:
-            of_part = differentiate_global_(tuple(into.values()), *arguments)
+        of_part = differentiate(of_queries(grad_o), grad_z, *part.operands(q, k, v), of_queries(o), z, part.call)
+        for name, cut in (("q", part.queries_of), ("k", part.keys_of), ("v", part.keys_of)):
+            cut(grads[name]).add_(part.turned(of_part[name]))
         for name in given:
-            part.keys_of(grads[name]).add_(part.turned(of_part[name]))
-        if call.log_decay is not None:
-            grads["log_decay"].add_(_gradient_of_between(grad_o, grad_lse, results, part, call))
+            grads[name].add_(of_part[name])
     return grads
 
 
-def _between(call: Call, part: GlobalKeys) -> Tensor:
-    """Returns, float64 (b, hk, queries), the sum of the `window` log decays between a query and its last global key."""
-    return eager.sums_in_window(call.log_decay, call.exact_window)[..., part.keys - part.queries :]
+def denominators(lse: Tensor, part: GlobalKeys) -> Tensor:
+    """Returns the sums of weights over all keys for the queries of a part, in the order of its call; `lse` are their logs.
 
-
-def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, part: GlobalKeys, call: Call) -> Tensor:
-    """Returns the gradient of log_decay (b, hk, m) through `_between`: for each token the sum, over the `window` queries from
-    it on, of the gradient of the log of their global weights."""
-    (b, hk, m), window = call.log_decay.shape, call.exact_window
-    z, z_global = results.z_before, results.z_global
-    change = (results.o_global.to(z.dtype) - part.queries_of(results.o)).mul_(part.queries_of(grad_o)).sum(-1)
-    if grad_lse is not None:
-        change += part.queries_of(grad_lse)
-    flow = torch.where(z == 0, 0.0, change * (z_global / z))
-    flow = flow.double().unflatten(1, (hk, -1)).sum(2)
-    sums = F.pad(flow.cumsum(-1), (m - part.queries + 1, 0))  # over earlier tokens, m + 1 of them
-    until = torch.cat((sums[..., window:], sums[..., -1:].expand(b, hk, window - 1)), dim=-1)
-    return (until - sums[..., :m]).to(call.log_decay.dtype)
+    The result is 0 where `k_start` hides all keys of the part from a query, so that a NaN of the query does not reach these
+    keys, and where all global keys count as fully decayed (`fastmax.eager.least_sum`).
+    """
+    z = lse.exp()
+    if part.call.log_decay is not None:
+        z = torch.where(z < eager.least_sum(z.dtype), 0.0, z)
+    if part.call.k_start is not None:
+        position = torch.arange(part.keys - part.queries, part.keys, device=z.device)
+        hidden = part.call.k_start > position
+        z = torch.where(hidden.repeat_interleave(z.shape[1] // max(1, hidden.shape[1]), dim=1), 0.0, z)
+    return z

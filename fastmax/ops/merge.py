@@ -1,4 +1,7 @@
-"""`merge_attention`: merges attention over parts of the keys, given the log of the sums of weights of each part."""
+"""`merge_attention` merges attention over parts of the keys, given the log of the sums of weights of each part.
+
+`merge_` merges global keys of an exact window into local ones, in place.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from torch import Tensor
 
 from fastmax import eager
 from fastmax.core import validation
+from fastmax.ops import checks as operator_checks
+from fastmax.ops.autocast import without_autocast
+from fastmax.ops.registration import refuse_gradient, refuse_to_differentiate, register
 
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -46,3 +52,27 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     # A product has the memory layout of its first factor, so the output comes first.
     o = sum(x.to(eager.compute_dtype(x.dtype)) * (w / total).unsqueeze(-1) for w, x in zip(weights, outputs, strict=True))
     return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)
+
+
+def _merge_(o, lse, o_global, z_global, shift):
+    operator_checks.check_merge(o, lse, o_global, z_global, shift)
+    with without_autocast(o):
+        return eager.merge_(o, lse, o_global, z_global, shift)
+
+
+def _fake_merge_(o, lse, o_global, z_global, shift):
+    return z_global.new_empty(z_global.shape)
+
+
+def _has_dense_rows(o, *arguments) -> bool:
+    return o.stride(3) == 1 or o.shape[3] == 1
+
+
+merge_ = register(
+    "merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_global, Tensor z_global, Tensor? shift) -> (Tensor z)",
+    _merge_,
+    _fake_merge_,
+    kernel_of="o",
+    covers=_has_dense_rows,
+)
+refuse_gradient(merge_, refuse_to_differentiate("merge_", "fastmax.merge_attention"), written=slice(2))
