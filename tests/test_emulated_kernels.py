@@ -191,8 +191,8 @@ class Call:
         given = {name: x.double() if x.is_floating_point() else x for name, x in self.options.items()}
         mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "k_start", "k_end"))
         if case.exact_window > 0:
-            forward, backward = operators.exact_tiles_forward, operators.exact_tiles_backward
-            options = (mask, *per_head, SCALE, *POLYNOMIAL, case.order, case.causal, case.exact_window, False)
+            forward, backward = operators.exact_window_forward, operators.exact_window_backward
+            options = (mask, *per_head, SCALE, *POLYNOMIAL, case.order, case.causal, "quadratic", case.exact_window, False)
         elif case.is_softmax:
             forward, backward = operators.flash_forward, operators.flash_backward
             options = (mask, *per_head, SCALE, case.causal, case.left, case.right, False)
