@@ -496,6 +496,15 @@ SUITES = {
                     peer="softmax_sdpa",
                 )
                 for n in (1024, 4096, 16384, 65536)
+            )
+            + (
+                Case(
+                    *(32, 8, 1024, 64, None, None, "bf16"),
+                    modes=(SUSTAINED + "train",),
+                    title="GPT 25M eager",
+                    providers=("softmax_sdpa", "p2_all"),
+                    peer="softmax_sdpa",
+                ),
             ),
             "cpu": (
                 Case(

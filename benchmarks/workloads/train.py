@@ -70,16 +70,17 @@ def gpt_124m(case: Case, name: str, device: torch.device) -> nn.Module:
     return model.GPT(config, partial(model.make_layer, layer=layer))
 
 
-def gpt_25m(case: Case, name: str, device: torch.device) -> nn.Module:
+def gpt_25m(case: Case, name: str, device: torch.device, compiles: bool = True) -> nn.Module:
     setting = SETTINGS["25M"]
     sizes = {"n_layer": setting.n_layer, "n_head": case.heads, "n_embd": case.heads * case.head_dim, "block_size": case.tokens}
     gpt = make_gpt(VARIANTS[name], setting.window, **sizes)
-    if device.type == "cuda":
+    if compiles and device.type == "cuda":
         compile_blocks(gpt)
     return gpt
 
 
-MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m}  # title of a case -> its model
+# title of a case -> its model
+MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m, "GPT 25M eager": partial(gpt_25m, compiles=False)}
 
 
 class Step:
