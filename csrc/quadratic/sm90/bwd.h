@@ -204,36 +204,29 @@ struct QuadraticBwdRows {
         of_rows[half] = kMasked ? decay.of_rows[half] : ptx::exp2_approx(decay.of_rows[half]);
       }
     }
+    // Calls `pair_of` for the pairs of a group, with the index of the accumulator, x, dp - delta, the row, and of the key its exponent,
+    // in whole tiles its factor.
+    const auto for_each_pair = [&](int group, auto is_mixed, const auto& pair_of) {
+      constexpr bool kMixed = decltype(is_mixed)::value;
 #pragma unroll
-    for (int j = 0; j < kStream / 8; ++j) {
-      if (kMasked && groups.is_hidden(j)) {
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) {
-          d[i] = 0.f;
-          if constexpr (kOwnsKeys) s[i] = 0.f;
+      for (int j = ColumnGroups::kBlocks * group; j < ColumnGroups::kBlocks * (group + 1); ++j) {
+        const int column = 8 * j + 2 * t;
+        float4 of_columns[2];
+        float2 sums[2], keys = make_float2(kMasked ? 0.f : 1.f, kMasked ? 0.f : 1.f);
+        if constexpr (kOwnsKeys && !kTakesPairs) {
+          const uint32_t scores = columns + column * static_cast<int>(sizeof(float4));
+          of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
         }
-        continue;
-      }
-      const int column = 8 * j + 2 * t;
-      float4 of_columns[2];
-      float2 sums[2], keys = make_float2(kMasked ? 0.f : 1.f, kMasked ? 0.f : 1.f);
-      if constexpr (kOwnsKeys && !kTakesPairs) {
-        const uint32_t scores = columns + column * static_cast<int>(sizeof(float4));
-        of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
-      }
-      if constexpr (kTakesPairs) {
+        if constexpr (kTakesPairs) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
-          sums[e] = decay.sum_of_column(begin + column + e);
+          for (int e = 0; e < 2; ++e) {
+            if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
+            sums[e] = decay.sum_of_column(begin + column + e);
+          }
+        } else if constexpr (kDecays && !kOwnsKeys) {
+          keys = decay.columns(columns, column);
+          if constexpr (!kMasked) keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
         }
-      } else if constexpr (kDecays && !kOwnsKeys) {
-        keys = decay.columns(columns, column);
-        if constexpr (!kMasked) keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
-      }
-      // Calls `pair_of` with x, dp - delta, the row, and of the key its exponent, in whole tiles its factor.
-      const auto for_each_pair = [&](auto is_mixed, const auto& pair_of) {
-        constexpr bool kMixed = decltype(is_mixed)::value;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int i = 4 * j + e;
@@ -251,21 +244,30 @@ struct QuadraticBwdRows {
           d[i] = counts ? pair.ds : 0.f;
           if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
         }
-      };
+      }
+    };
+#pragma unroll
+    for (int group = 0; group < kStream / (8 * ColumnGroups::kBlocks); ++group) {
       if constexpr (!kMasked) {
-        for_each_pair(std::false_type(), [&](int, float x, float centred, const float4& row, float factor) {
+        for_each_pair(group, std::false_type(), [&](int, float x, float centred, const float4& row, float factor) {
           return score.global_pair(x, centred, kDecays ? row.y * factor : row.y);
         });
-      } else if (groups.is_local(j)) {
-        for_each_pair(std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
+      } else if (groups.is_hidden(group)) {
+#pragma unroll
+        for (int i = 4 * ColumnGroups::kBlocks * group; i < 4 * ColumnGroups::kBlocks * (group + 1); ++i) {
+          d[i] = 0.f;
+          if constexpr (kOwnsKeys) s[i] = 0.f;
+        }
+      } else if (groups.is_local(group)) {
+        for_each_pair(group, std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
           return score.pair(true, x, centred, score.exponent(true, x, row.x + e));
         });
-      } else if (groups.is_global(j)) {
-        for_each_pair(std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
+      } else if (groups.is_global(group)) {
+        for_each_pair(group, std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
           return score.global_pair(x, centred, ptx::exp2_approx(row.x + e));
         });
       } else {
-        for_each_pair(std::true_type(), [&](int i, float x, float centred, const float4& row, float e) {
+        for_each_pair(group, std::true_type(), [&](int i, float x, float centred, const float4& row, float e) {
           const bool local = is_local.has(i);
           return score.pair(local, x, centred, score.exponent(local, x, row.x + e));
         });

@@ -1,5 +1,5 @@
 // An exact window in the main loops of Hopper (ExactWindowScore). Tiles that all rows see and that hold no local key of any row
-// are whole. In other tiles a warp decides for each group, its 16 rows and 8 columns, whether the pairs are all local, all global or
+// are whole. In other tiles a warp decides for each group, its 16 rows and 16 columns, whether the pairs are all local, all global or
 // all hidden. Only where they differ does it decide for each pair.
 #pragma once
 
@@ -31,13 +31,15 @@ struct LocalKeys {
   }
 };
 
-// How a warp processes its groups of columns, a bit per group. The groups in none of these masks are mixed.
+// How a warp processes its groups of columns. Groups that are none of these are mixed. Narrower groups would be mixed less often, but
+// branches take longer than the pairs that they save.
 struct ColumnGroups {
-  uint32_t hidden, local, global;
+  static constexpr int kBlocks = 2;  // of a group, 8 columns each
+  uint32_t hidden, local, global;    // bit kBlocks i belongs to group i
 
-  constexpr __device__ __forceinline__ bool is_hidden(int j) const { return (hidden >> j & 1u) != 0; }
-  constexpr __device__ __forceinline__ bool is_local(int j) const { return (local >> j & 1u) != 0; }
-  constexpr __device__ __forceinline__ bool is_global(int j) const { return (global >> j & 1u) != 0; }
+  constexpr __device__ __forceinline__ bool is_hidden(int i) const { return (hidden >> kBlocks * i & 1u) != 0; }
+  constexpr __device__ __forceinline__ bool is_local(int i) const { return (local >> kBlocks * i & 1u) != 0; }
+  constexpr __device__ __forceinline__ bool is_global(int i) const { return (global >> kBlocks * i & 1u) != 0; }
 
   static constexpr __device__ __forceinline__ ColumnGroups all_global() { return {0u, 0u, ~0u}; }
 
@@ -52,16 +54,17 @@ struct ColumnGroups {
       all |= bit_per_byte(__reduce_and_sync(0xffffffffu, both & both >> 1)) << (4 * i);
       any |= bit_per_byte(__reduce_or_sync(0xffffffffu, either | either >> 1)) << (4 * i);
     }
-    // Group j has columns 8 j .. 8 j + 7, and rows have the columns `first` .. first + 15 as their own.
+    // Block j has columns 8 j .. 8 j + 7, and rows have the columns `first` .. first + 15 as their own.
     const int first = row - tile_begin;
     const uint32_t itself = bits(first - 7, first + 15), before_local = bits(INT_MIN / 2, first - window - 7);
     const uint32_t behind_local = bits(first + 15 + window, INT_MAX / 2);
     const uint32_t local = bits(first + 15 - window + 1, first + window - 1 - 7);
-    return {~any, all & local & ~itself, all & (before_local | behind_local)};
+    return {both_blocks(~any), both_blocks(all & local & ~itself), both_blocks(all & (before_local | behind_local))};
   }
 
  private:
-  // Groups whose first column is in [from, to].
+  static __device__ __forceinline__ uint32_t both_blocks(uint32_t bits) { return bits & bits >> 1; }
+  // Blocks whose first column is in [from, to].
   static __device__ __forceinline__ uint32_t bits(int from, int to) {
     const int begin = min(max((from + 7) >> 3, 0), 16), end = min(max((to >> 3) + 1, begin), 16);
     return (1u << end) - (1u << begin);

@@ -229,26 +229,36 @@ struct QuadraticFwdRows {
       else return of_rows[i / 2] + (i % 2 == 0 ? keys.x : keys.y);
     };
 
+    constexpr int kBlocks = ColumnGroups::kBlocks;
+
     float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int j = 0; j < Tile::kKeys / 8; ++j) {
-      float* const x = s + 4 * j;
-      if (!kTakesPairs && groups.is_hidden(j)) continue;
-      const float2 keys = of_keys(j);
-      if (!kTakesPairs && groups.is_local(j)) {  // x becomes y
+    for (int group = 0; group < Tile::kKeys / (8 * kBlocks); ++group) {
+      if (!kTakesPairs && groups.is_hidden(group)) continue;
+      if (!kTakesPairs && groups.is_local(group)) {  // x becomes y
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] = score.exponent(true, x[i], of_pair(j, i, keys));
-          largest[i / 2] = fmaxf(largest[i / 2], x[i]);
+        for (int j = kBlocks * group; j < kBlocks * (group + 1); ++j) {
+          const float2 keys = of_keys(j);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& x = s[4 * j + i];
+            x = score.exponent(true, x, of_pair(j, i, keys));
+            largest[i / 2] = fmaxf(largest[i / 2], x);
+          }
         }
-      } else if (!kTakesPairs && groups.is_global(j)) {  // the last key decays least
+      } else if (!kTakesPairs && groups.is_global(group)) {  // the last key decays least
+        const float2 keys = of_keys(kBlocks * (group + 1) - 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) largest[half] = fmaxf(largest[half], of_rows[half] + keys.y);
       } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float y = score.exponent(is_local.has(4 * j + i), x[i], of_pair(j, i, keys));
-          largest[i / 2] = fmaxf(largest[i / 2], is_visible(visible, 4 * j + i) ? y : -INFINITY);
+        for (int j = kBlocks * group; j < kBlocks * (group + 1); ++j) {
+          const float2 keys = of_keys(j);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float y = score.exponent(is_local.has(4 * j + i), s[4 * j + i], of_pair(j, i, keys));
+            largest[i / 2] = fmaxf(largest[i / 2], is_visible(visible, 4 * j + i) ? y : -INFINITY);
+          }
         }
       }
     }
@@ -262,33 +272,40 @@ struct QuadraticFwdRows {
     // The second loop loads decays again. Kept from the first one, they would take too many registers.
     first_key = static_cast<int>(ptx::keep_in_register(first_key));
 #pragma unroll
-    for (int j = 0; j < Tile::kKeys / 8; ++j) {
-      float* const x = s + 4 * j;
-      if (!kTakesPairs && groups.is_hidden(j)) {
+    for (int group = 0; group < Tile::kKeys / (8 * kBlocks); ++group) {
+      float* const x = s + 4 * kBlocks * group;
+      if (!kTakesPairs && groups.is_hidden(group)) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = 0.f;
+        for (int i = 0; i < 4 * kBlocks; ++i) x[i] = 0.f;
         continue;
       }
-      if (!kTakesPairs && groups.is_local(j)) {
+      if (!kTakesPairs && groups.is_local(group)) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = ptx::exp2_approx(x[i] - reference[i / 2]);
-      } else if (!kTakesPairs && groups.is_global(j)) {
-        const float2 keys = of_keys(j);
-        const float of_columns[2] = {ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = rows[i / 2].at(x[i], of_columns[i % 2]);
+        for (int i = 0; i < 4 * kBlocks; ++i) x[i] = ptx::exp2_approx(x[i] - reference[i / 2 % 2]);
       } else {
-        const float2 keys = of_keys(j);
+        const bool is_global = !kTakesPairs && groups.is_global(group);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool local = is_local.has(4 * j + i);
-          const float e = kTakesPairs ? of_pair(j, i, keys) - reference[i / 2] : of_pair(j, i, keys);
-          const float weight = score.weight(local, x[i]) * ptx::exp2_approx(score.exponent(local, x[i], e));
-          x[i] = is_visible(visible, 4 * j + i) ? weight : 0.f;
+        for (int block = 0; block < kBlocks; ++block) {
+          const int j = kBlocks * group + block;
+          const float2 keys = of_keys(j);
+          if (is_global) {
+            const float of_columns[2] = {ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[4 * block + i] = rows[i / 2].at(x[4 * block + i], of_columns[i % 2]);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float& of_pair_x = x[4 * block + i];
+              const bool local = is_local.has(4 * j + i);
+              const float e = kTakesPairs ? of_pair(j, i, keys) - reference[i / 2] : of_pair(j, i, keys);
+              const float weight = score.weight(local, of_pair_x) * ptx::exp2_approx(score.exponent(local, of_pair_x, e));
+              of_pair_x = is_visible(visible, 4 * j + i) ? weight : 0.f;
+            }
+          }
         }
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) z[i / 2] += x[i];
+      for (int i = 0; i < 4 * kBlocks; ++i) z[i / 2 % 2] += x[i];
     }
   }
 
