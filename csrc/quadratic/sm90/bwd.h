@@ -427,7 +427,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           streamed = row_scores + (static_cast<int64_t>(work_tile.batch) * p.h + work_tile.first_head + head_streamed) * rows_per_head;
         }
         sums.template differentiate<kMasked>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
-                                             p.causal_offset, streamed);
+                                             offset_of_own_key(p), streamed);
       };
 
       // Without overlap: `visit` computes P and dS of the current stage, the i-th tile of its head, and add_tile adds it to the
