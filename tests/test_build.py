@@ -132,7 +132,10 @@ def test_ninja_file_of_the_sources(build, toolkit):
     expected = set()
     for source in sources:
         shards = build.shards(source)
-        assert {shard.get("FASTMAX_MATH") for shard in shards} == (set(build.MATH_MODES) if source in sharded else {None})
+        modes = {shard.get("FASTMAX_MATH") for shard in shards}
+        # Without products of matrices fp32 is one mode.
+        accepted = [set(build.MATH_MODES), set(build.MATH_MODES) - {"Tf32"}] if source in sharded else [{None}]
+        assert modes in accepted
         for shard in shards:
             name = build.object_name(source, shard)
             rule, inputs, extra = found[name]

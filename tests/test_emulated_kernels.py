@@ -58,6 +58,7 @@ class Case:
     packed: tuple[int, ...] = ()  # where sequences begin and end
     left: int = -1
     right: int = -1
+    exact_window: int = 0
     lag: int = 0  # tokens by which the decays of a query reach beyond its position
     order: int = 2
     dtype: torch.dtype = torch.bfloat16
@@ -70,7 +71,7 @@ class Case:
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
         options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0) + ["fused"] * self.fused
-        options += [f"lag{self.lag}"] * (self.lag > 0)
+        options += [f"lag {self.lag}"] * (self.lag > 0) + [f"exact_window {self.exact_window}"] * (self.exact_window > 0)
         return f"{self.kernels} {self.n}x{self.m} d{self.d} h{self.h}/{self.hk} {' '.join(options)}"
 
     @property
@@ -79,7 +80,8 @@ class Case:
 
     @property
     def is_softmax(self):
-        return self.algorithm == "flash"
+        """Whether the second result is the logarithm of the sums of weights."""
+        return self.algorithm in ("flash", "exact_window")
 
 
 def quadratic(*args, **options):
@@ -137,6 +139,16 @@ CASES = [
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", lag=37),
     Case("quadratic", "quadratic_decay_sm90", 200, 257, 128, decay="none, ordinary or strong", lag=3),
     Case("quadratic", "quadratic_decay_sm90", 130, 130, 64, hk=1, decay="weak", lag=200),
+    # Local tiles, whole tiles of global keys, and partly visible ones of both kinds.
+    Case("exact_window", "exact_window_decay_sm90", 600, 700, 64, h=4, hk=2, decay="ordinary", exact_window=100),
+    Case("exact_window", "exact_window_decay_sm90", 300, 300, 128, decay="weak", exact_window=1, padding=True),
+    Case(
+        "exact_window", "exact_window_decay_sm90", 420, 420, 32, decay="strong", exact_window=128, packed=(0, 70, 71, 200, 420)
+    ),
+    Case("exact_window", "exact_window_sm90", 600, 650, 64, h=4, hk=2, exact_window=17),
+    Case("exact_window", "exact_window_sm90", 500, 560, 64, exact_window=70, causal=False, padding=True),
+    Case("exact_window", "exact_window_sm90", 300, 300, 96, exact_window=130, packed=(0, 100, 300), order=1),
+    Case("exact_window", "exact_window_sm90", 130, 400, 128, exact_window=1000),
     Case("linear", "linear2_sm90", 257, 300, 32, h=4, hk=2, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 32, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 345, 32, h=2, hk=1, decay="ordinary", lag=50, padding=True),
@@ -192,7 +204,10 @@ class Call:
         case, operators = self.case, torch.ops.fastmax
         given = {name: x.double() if x.is_floating_point() else x for name, x in self.options.items()}
         mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "k_start", "k_end"))
-        if case.is_softmax:
+        if case.exact_window > 0:
+            forward, backward = operators.exact_window_forward, operators.exact_window_backward
+            options = (mask, *per_head, SCALE, *POLYNOMIAL, case.order, case.causal, "quadratic", case.exact_window, False)
+        elif case.is_softmax:
             forward, backward = operators.flash_forward, operators.flash_backward
             options = (mask, *per_head, SCALE, case.causal, case.left, case.right, False)
         else:
@@ -232,8 +247,8 @@ class Call:
         given = {"q": self.q, "k": self.k, "v": self.v} | self.options
         numbers = dict(
             scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), order=case.order, causal=case.causal,
-            dropout=case.dropout, left=case.left, right=case.right, lag=case.lag, sm_count=case.multiprocessors,
-            resident=case.resident, schedule=schedule,
+            dropout=case.dropout, left=case.left, right=case.right, lag=case.lag, exact_window=case.exact_window,
+            sm_count=case.multiprocessors, resident=case.resident, schedule=schedule,
         )  # fmt: skip
         results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
         assert library.run(case.algorithm, "forward", given | results, **numbers) == case.kernels

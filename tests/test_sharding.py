@@ -179,7 +179,17 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()
-        torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
+        cos, sin = torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
+        channels = (H + kv_heads) * D + kv_heads * DV
+        qkv, recent = (torch.rand(B, n, channels, dtype=torch.float64, requires_grad=True) for n in (N, 2))
+        weight = torch.rand(channels, 1, 3, dtype=torch.float64, requires_grad=True)
+        gain, of_values = (torch.rand(n, dtype=torch.float64, requires_grad=True) for n in (D, DV))
+        sizes = H, kv_heads, D, 1e-6, 1e-6
+        for given in ((recent, weight, gain, gain, cos, sin, torch.arange(N)), (None, None, None, gain, None, None, None)):
+            heads = torch.ops.fastmax.split_heads(qkv, *given, *sizes)
+            sum(x.sin().sum() for x in heads).backward()
+        gate = torch.rand(B, N, H * DV, dtype=torch.float64, requires_grad=True)
+        torch.ops.fastmax.join_heads(o.detach().requires_grad_(), of_values, gate, 1e-6).sum().backward()
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
         score = (0.5, 1.0, 1.0, 0.5, 2, False)
@@ -231,6 +241,10 @@ def check_operators(group, kv_heads, dim):
         lies = Replicate() if whole else Shard(dim)
         if name == "state_of_queries" and dim == 1 and kv_heads == 1:
             lies = Partial()  # of the query heads of each rank
+        if name.startswith("split_heads") and dim == 1:
+            lies = Replicate()  # the heads of q, k and v are in one dimension
+        if name == "join_heads" and dim == 1:
+            lies = Shard(2)
         assert name == "rotary_factors" or got[0].placements == (lies,), operator
         seen.add(name)
     return seen

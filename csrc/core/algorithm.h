@@ -41,20 +41,25 @@ struct Kernels {
 // A table of kernels.
 struct Algorithm {
   const char* name;
-  const Kernels* first;  // rows of newer architectures come first; the last row, portable kernels, covers every call
+  const Kernels* first;  // rows of newer architectures come first; in most tables the last row, portable kernels, covers every call
   const Kernels* last;
 
   template <size_t kRows>
   constexpr Algorithm(const char* name, const Kernels (&table)[kRows]) : name(name), first(table), last(table + kRows) {}
+  constexpr explicit Algorithm(const char* name) : name(name), first(nullptr), last(nullptr) {}
   const Kernels* begin() const { return first; }
   const Kernels* end() const { return last; }
 };
 
-// Returns the first row that covers the call.
-inline const Kernels& select(const Algorithm& algorithm, const AttentionParams& p, Direction direction) {
+// Returns the first row that covers the call; null if there is none, in a table without portable kernels.
+inline const Kernels* find(const Algorithm& algorithm, const AttentionParams& p, Direction direction) {
   for (const Kernels& kernels : algorithm) {
-    if (kernels.covers(p, direction)) return kernels;
+    if (kernels.covers(p, direction)) return &kernels;
   }
+  return nullptr;
+}
+inline const Kernels& select(const Algorithm& algorithm, const AttentionParams& p, Direction direction) {
+  if (const Kernels* kernels = find(algorithm, p, direction)) return *kernels;
   throw std::logic_error(std::string("fastmax: no kernels of the algorithm ") + algorithm.name + " cover this call");
 }
 

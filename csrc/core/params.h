@@ -52,6 +52,7 @@ struct Problem {
   // queries are that many tokens later. Visibility does not depend on it. Such a call has no state.
   int lag;
   int left, right;   // of a window; right = 0 where causal
+  int exact_window;  // local keys, |i + causal_offset - j| < exact_window, have weight exp(s); 0: there are none
   float dropout;     // o *= 1 + dropout * noise
 
   // kernels

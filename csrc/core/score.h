@@ -20,6 +20,9 @@
 // the centred line (decay_line); a query factor joins row() (decay_row). decayed() is weight_and_derivative with a key factor.
 // decayed_of_centred() takes the centred line's value in place of dp, and if kSlopeIsWeight the weight in place of x. flow
 // times flow_scale is p times the derivative with respect to log p.
+//
+// kHasLocalKeys: weights depend on the distance too (ExactWindowScore). The policy then has functions of its own, which the main
+// loops of Hopper call (quadratic/sm90/exact_window.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -44,6 +47,7 @@ struct DecayedPair : WeightAndDerivative {
 // f(s) = a0 + a1 s + a2 s^2 with s = scale * x, as a polynomial in the unscaled dot product x: two FMAs per weight. Order 1 has
 // a2 = 0.
 struct PolynomialScore {
+  static constexpr bool kHasLocalKeys = false;
   static constexpr bool kFollowsRowMax = false;
   static constexpr bool kSlopeIsWeight = false;
 
@@ -113,6 +117,7 @@ struct PolynomialScore {
 
 // exp(s) with s = scale * x, as 2^(c x). The main loop of the forward follows the row's maximum (online softmax).
 struct SoftmaxScore {
+  static constexpr bool kHasLocalKeys = false;
   static constexpr bool kFollowsRowMax = true;
   static constexpr bool kSlopeIsWeight = true;
   // A row's reference is raised when a score exceeds it by more than this. Weights stay below 2^8, and sums are rarely
@@ -181,6 +186,65 @@ struct SoftmaxScore {
     return {{weight, weight * centred}, weight * centred};
   }
   __device__ __forceinline__ float flow_scale() const { return 1.f / scale; }
+};
+
+// An exact window: the weight of a pair is w 2^y, where e is the exponent of its decay:
+//
+//   local keys    w = 1      y = c x + e
+//   global keys   w = f(x)   y = e
+//
+// The forward follows the largest y of a row (online softmax), so that no weight overflows and no row loses all its weights. z is
+// the logarithm of a row's sum of weights, as for softmax.
+struct ExactWindowScore {
+  static constexpr bool kHasLocalKeys = true;
+  static constexpr bool kFollowsRowMax = true;
+  static constexpr bool kSlopeIsWeight = false;
+  static constexpr float kNoReference = SoftmaxScore::kNoReference;
+  static constexpr float kFullyDecayed = PolynomialScore::kFullyDecayed;  // of global keys
+  static constexpr float kSmallestSum = 0.f;
+
+  PolynomialScore global;
+  float c, scale;
+
+  __host__ __device__ explicit ExactWindowScore(const Problem& p) : global(p), c(SoftmaxScore(p).c), scale(p.scale) {}
+
+  __device__ __forceinline__ static float log_sum(float z, float reference) { return SoftmaxScore::log_sum(z, reference); }
+
+  // y of a pair.
+  __device__ __forceinline__ float exponent(bool is_local, float x, float e) const { return is_local ? fmaf(c, x, e) : e; }
+  __device__ __forceinline__ float weight(bool is_local, float x) const { return is_local ? 1.f : global.weight(x); }
+
+  // Backward. A row holds y of the normalisation, 2^y of it for global keys, and delta. That power is 0 where it would overflow:
+  // the row's global keys are then fully decayed.
+  static constexpr float kLargestExponent = 120.f;
+  __device__ __forceinline__ float4 row(float z, float delta) const {
+    const float y = SoftmaxScore::exponent(z);
+    return make_float4(y, factor_of(y), delta, 0.f);
+  }
+  __device__ __forceinline__ static float delta_of_z(float, const float* grad_z) { return *grad_z; }
+  using Column = float4;  // rows stream as they are
+  static constexpr bool kScalesGradO = false;
+  __device__ __forceinline__ static float factor_of(float y) { return y > kLargestExponent ? 0.f : ptx::exp2_approx(y); }
+
+  // A pair with the exponent y, that of the row's normalisation included. centred: dp - delta. ds / dx = slope 2^y centred.
+  __device__ __forceinline__ DecayedPair pair(bool is_local, float x, float centred, float y) const {
+    const float power = ptx::exp2_approx(y), slope = fmaf(global.c2, x, global.c1);
+    const float p = is_local ? power : fmaf(slope, x, global.c0) * power;
+    return {{p, (is_local ? scale : fmaf(global.c2, x, slope)) * (power * centred)}, p * centred};
+  }
+  // A global pair with the factor 2^y.
+  __device__ __forceinline__ DecayedPair global_pair(float x, float centred, float factor) const {
+    const float slope = fmaf(global.c2, x, global.c1), p = fmaf(slope, x, global.c0) * factor;
+    return {{p, fmaf(global.c2, x, slope) * (factor * centred)}, p * centred};
+  }
+  __device__ __forceinline__ static float flow_scale() { return 1.f; }
+
+  // Decay factors are exponents.
+  __device__ __forceinline__ static float query_factor(float e) { return e; }
+  __device__ __forceinline__ static float key_factor(float e) { return e; }
+  __device__ __forceinline__ static float4 decay_row(const float4& row, float e) {
+    return make_float4(row.x + e, factor_of(row.x + e), row.z, 0.f);
+  }
 };
 
 }  // namespace fastmax

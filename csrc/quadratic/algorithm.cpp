@@ -63,9 +63,21 @@ constexpr Kernels kFlash[] = {
      portable_fwd<SoftmaxScore, DenseVisibility>, portable_bwd<SoftmaxScore, DenseVisibility>},
 };
 
+#ifdef FASTMAX_HAS_SM90
+constexpr Kernels kExactWindow[] = {
+    kernels_sm90<ExactWindowScore, TableVisibility>("exact_window_sm90", covers_exact_window_sm90),
+    kernels_sm90<ExactWindowScore, DecayVisibility>("exact_window_decay_sm90", covers_exact_window_decay_sm90),
+};
+#endif
+
 }  // namespace
 
 constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
 constexpr Algorithm kFlashAlgorithm("flash", kFlash);
+#ifdef FASTMAX_HAS_SM90
+constexpr Algorithm kExactWindowAlgorithm("exact_window", kExactWindow);
+#else
+constexpr Algorithm kExactWindowAlgorithm("exact_window");
+#endif
 
 }  // namespace fastmax

@@ -93,9 +93,15 @@ __global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams 
   const int batch = head / p.hk, kv_head = head % p.hk;
   Range seen = of_query ? keys_of(p, batch, kv_head, token) : queries_of(p, batch, kv_head, token);
   if (p.decay_sums != nullptr) {
+    // Local keys of an exact window stay visible: their scores may exceed the decay.
     const DecayedBlocks blocks(p, head, fully_decayed);
-    if (of_query) seen.begin = max(seen.begin, blocks.k_start(token));
-    else seen.end = min(seen.end, blocks.end_query(token));
+    if (of_query) {
+      const int first_local = p.exact_window > 0 ? token + p.causal_offset - p.exact_window + 1 : p.m;
+      seen.begin = max(seen.begin, min(blocks.k_start(token), first_local));
+    } else {
+      const int end_local = p.exact_window > 0 ? token - p.causal_offset + p.exact_window : 0;
+      seen.end = min(seen.end, max(blocks.end_query(token), end_local));
+    }
   }
   (of_query ? keys : queries)[index] = seen;
 }

@@ -46,12 +46,9 @@ _compiled_factors.register_fake(_factors)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Returns x (b, n, h, d) with the first r channels rotated: pairs of channels f and f + r / 2 by the f-th angle.
+    """Returns x (b, n, h, d) with the first r channels of each head rotated; see `fastmax.eager.heads.rotate`.
 
     Method: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864). Rotating only
     some channels follows GPT-NeoX: Black et al., 2022 (arXiv:2204.06745).
     """
-    turning = rotation.cos.shape[-1]
-    rows, still = x.to(rotation.cos.dtype).split((turning, x.shape[-1] - turning), dim=-1)
-    turned = torch.addcmul(rows * rotation.cos, rows.roll(turning // 2, dims=-1), rotation.sin)
-    return torch.cat([turned, still], dim=-1).to(x.dtype)
+    return eager.heads.rotate(x, *rotation)

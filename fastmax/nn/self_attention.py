@@ -8,10 +8,9 @@ from numbers import Real
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax import decoding, ops
+from fastmax import decoding, eager, ops
 from fastmax.core import validation
 from fastmax.decoding import DecodeState
 from fastmax.decoding.parallel_prefill import prefill_real_first
@@ -19,7 +18,7 @@ from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import key_value_cache
 from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.nn.key_value_cache import KeyValueCache
-from fastmax.nn.rotary import Rotation, rotate
+from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_state import SelfAttentionState
 from fastmax.nn.short_convolution import ShortConvolution
 from fastmax.prepare import sharded_dispatch
@@ -416,7 +415,7 @@ class FastmaxSelfAttention(nn.Module):
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
-        return self._output(o, x), SelfAttentionState(attention, recent, positions)
+        return self._output(o, x, state), SelfAttentionState(attention, recent, positions)
 
     def step_(self, x: Tensor, state: SelfAttentionState, *, attention_mask: Tensor | None = None) -> Tensor:
         """Computes the output of one token and updates the state in place. The method for CUDA graphs: addresses stay the same.
@@ -456,7 +455,7 @@ class FastmaxSelfAttention(nn.Module):
         if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
-        return self._output(o, x)
+        return self._output(o, x, state)
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -507,23 +506,63 @@ class FastmaxSelfAttention(nn.Module):
             positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
         if mask is not None:
             qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
+        norms = _weight_of(self.q_norm, qkv), _weight_of(self.k_norm, qkv)
+        fuses = self._may_fuse(state) and self._fuses_heads(qkv, *norms)
+        recent_of_operator = conv_weight = None
         if self.conv is not None:
             if context is not None:
                 qkv = context.convolve(self.conv, qkv, places)
-            elif packed is None:
-                qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
-            elif x.shape[1] == 0 and recent is not None:
+            elif packed is not None and x.shape[1] == 0 and recent is not None:
                 recent = recent.clone()
-            else:
+            elif packed is not None:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
-        q, k, v = qkv.split(self.widths, dim=-1)
-        q, k, v = (rows.unflatten(-1, (-1, d)) for rows, d in ((q, self.head_dim), (k, self.head_dim), (v, self.value_dim)))
-        q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
+            elif fuses and self._fusible_convolution is not None:
+                recent_of_operator, conv_weight = recent, self.conv.weight
+                recent = None if state is None else self.conv.last_tokens(qkv, recent, count)
+            else:
+                qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
+        rotation = (None, None)
         if self.rope_dim:
-            rotation = Rotation.at(positions, self.rope_dim, self.rope_base, q.dtype)
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        q, k, v = (rows.to(qkv.dtype).transpose(1, 2) for rows in (q, k, v))
+            rotation = Rotation.at(positions, self.rope_dim, self.rope_base, qkv.dtype)
+        split = ops.split_heads if fuses else eager.heads.split_heads
+        q, k, v = split(
+            qkv,
+            recent_of_operator,
+            conv_weight,
+            *norms,
+            *rotation,
+            None if conv_weight is None else places,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            *(0.0 if norm is None else norm.eps for norm in (self.q_norm, self.k_norm)),
+        )
+        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         return q, k, v, self._log_decay(x, mask), recent
+
+    def _may_fuse(self, state: SelfAttentionState | None) -> bool:
+        """Returns whether kernels may compute what is around attention. They have no derivatives but the first.
+
+        Single tokens with a state have derivatives of any order where autograd records.
+        """
+        recorded = state is not None and torch.is_grad_enabled()
+        return self.use_custom_gradient and not recorded and not eager.is_transformed()
+
+    @property
+    def _fusible_convolution(self) -> ShortConvolution | None:
+        """The convolution, if `ops.split_heads` may compute it in place of a call of the module."""
+        conv = self.conv
+        fits = isinstance(conv, ShortConvolution) and not conv.is_observed and conv.width <= ops.MAX_CONVOLUTION
+        return conv if fits else None
+
+    def _fuses_heads(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> bool:
+        """Returns whether a kernel computes the heads of q, k and v."""
+        conv = self._fusible_convolution
+        weights = q_weight, k_weight, None if conv is None else conv.weight
+        if any(norm is not None and norm.eps is None for norm in (self.q_norm, self.k_norm)):
+            return False
+        has_parts = self.rope_dim > 0 or any(x is not None for x in weights)  # else the heads are views of qkv
+        return has_parts and ops.fuses_split_heads(qkv, self.head_dim, self.value_dim, *weights)
 
     def _log_decay(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if self.decay_proj is None:
@@ -533,11 +572,12 @@ class FastmaxSelfAttention(nn.Module):
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
         return log_decay.transpose(1, 2)
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        o = _normalized(o.transpose(1, 2), self.output_norm).flatten(2)
-        if self.gate_proj is not None:
-            o = o * F.silu(self.gate_proj(x))
-        return self.out_proj(o)
+    def _output(self, o: Tensor, x: Tensor, state: SelfAttentionState | None = None) -> Tensor:
+        gate = None if self.gate_proj is None else self.gate_proj(x)
+        norm, weight = self.output_norm, _weight_of(self.output_norm, o)
+        fuses = self._may_fuse(state) and (norm is None or norm.eps is not None) and (norm is not None or gate is not None)
+        join = ops.join_heads if fuses and ops.fuses_join_heads(o, weight, gate) else eager.heads.join_heads
+        return self.out_proj(join(o, weight, gate, 0.0 if norm is None else norm.eps))
 
     def _check_projected(self, x: Tensor, qkv: Tensor) -> None:
         sharded_dispatch.refuse("to shard the heads of a layer, use fastmax.distributed.TensorParallel", x=x, qkv_proj=qkv)
@@ -712,8 +752,8 @@ def _refuse_options_of_fastmax(
             raise ValueError(f'{name} has no effect with attention="softmax"{why}, got {validation.describe(value)}')
 
 
-def _normalized(rows: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    """Applies RMS norm, or nothing if `norm` is None. The result has the dtype of `rows`, not that of the norm's weight."""
+def _weight_of(norm: nn.RMSNorm | None, x: Tensor) -> Tensor | None:
+    """Returns the scales of an RMS norm: ones, like x, if it has none; None without a norm."""
     if norm is None:
-        return rows
-    return F.rms_norm(rows, norm.normalized_shape, norm.weight.to(rows.dtype), norm.eps)
+        return None
+    return x.new_ones(norm.normalized_shape) if norm.weight is None else norm.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastmax import eager
 from fastmax.prepare.padding import PackedPlaces, taken
 
 
@@ -42,20 +43,25 @@ class ShortConvolution(nn.Module):
         Returns:
             y like x, and a copy of the last `width - 1` real tokens.
         """
+        return eager.heads.convolve(x, self.weight, recent, places), self.last_tokens(x, recent, count)
+
+    def last_tokens(self, x: Tensor, recent: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+        """Returns a copy of the last `width - 1` real tokens, (b, width - 1, channels). The arguments are those of `forward`."""
         n, before = x.shape[1], self.width - 1
+        if count is None and n >= before:
+            return x.narrow(1, n - before, before).clone(memory_format=torch.contiguous_format)
         if recent is None:
             recent = x.new_zeros(x.shape[0], before, x.shape[2])
         tokens = torch.cat([recent, x], dim=1)
-        weight = self.weight[:, 0].to(x.dtype)
-        y = x * weight[:, before]
-        for t in range(1, self.width):  # elementwise, so that a split sequence gives the same bits
-            earlier = tokens.narrow(1, before - t, n)
-            if places is not None:
-                earlier = torch.where((places >= t).unsqueeze(-1), earlier, 0)
-            y = torch.addcmul(y, earlier, weight[:, before - t])
         if count is not None:
-            return y, taken(tokens, count, before, 1)
-        return y, tokens.narrow(1, n, before).clone(memory_format=torch.contiguous_format)
+            return taken(tokens, count, before, 1)
+        return tokens.narrow(1, n, before).clone(memory_format=torch.contiguous_format)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a call does more than `forward`: a hook or a wrapper of another package would miss a fused convolution."""
+        hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
+        return type(self) is not ShortConvolution or "forward" in vars(self) or any(map(len, hooks))
 
     def continue_packed(self, x: Tensor, recent: Tensor, packed: PackedPlaces) -> tuple[Tensor, Tensor]:
         """Applies the convolution to packed sequences that continue earlier ones.

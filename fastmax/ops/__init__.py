@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
-Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `normalization` and
+Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `normalization`, `heads` and
 `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator stand side by side.
 `registration` registers them, and `autograd` records calls.
 
@@ -26,6 +26,11 @@ from fastmax.ops.autograd import refuse_second_derivative as refuse_second_deriv
 from fastmax.ops.decays import finite_decay as finite_decay
 from fastmax.ops.fused import attention as attention
 from fastmax.ops.fused import attention_backward as attention_backward
+from fastmax.ops.heads import MAX_CONVOLUTION as MAX_CONVOLUTION
+from fastmax.ops.heads import fuses_join_heads as fuses_join_heads
+from fastmax.ops.heads import fuses_split_heads as fuses_split_heads
+from fastmax.ops.heads import join_heads as join_heads
+from fastmax.ops.heads import split_heads as split_heads
 from fastmax.ops.normalization import normalize_tokens as normalize_tokens
 from fastmax.ops.row_softmax import softmax as softmax
 from fastmax.ops.states import gradients_of_sums as gradients_of_sums

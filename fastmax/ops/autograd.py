@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,7 +117,33 @@ class Normalization(NamedTuple):
         return tuple(None if grad is None else x for grad, x in zip(given, grads, strict=True))
 
 
-def register_gradient(operator: Differentiable | Prefill | Normalization, refuse_second: Callable) -> None:
+class Recomputed(NamedTuple):
+    """An operator whose gradient needs its arguments alone.
+
+    Args:
+        tensors: number of its tensors, which come first.
+        differentiable: number of tensors with a gradient, which come first among them.
+    """
+
+    forward: Operator
+    backward: Operator
+    tensors: int
+    differentiable: int
+
+    def save(self, ctx, inputs: tuple, output: Tensor | tuple) -> None:
+        ctx.save_for_backward(*inputs[: self.tensors])
+        ctx.options = inputs[self.tensors :]
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, saved: tuple, options: tuple, *grads) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * self.tensors
+        results = self.backward(*grads, *saved, *options)
+        given = zip(saved, results, strict=False)  # without tensors that have no gradient
+        return *(None if x is None else grad for x, grad in given), *(None,) * (self.tensors - self.differentiable)
+
+
+def register_gradient(operator: Differentiable | Prefill | Normalization | Recomputed, refuse_second: Callable) -> None:
     """Registers the gradient of an operator, and `refuse_second` as the backward of the gradient."""
 
     def differentiate(ctx, *grads):
@@ -127,7 +153,7 @@ def register_gradient(operator: Differentiable | Prefill | Normalization, refuse
     torch.library.register_autograd(operator.backward.overload, refuse_second, lib=LIBRARY)
 
 
-def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
+def compute(operator: Differentiable | Prefill | Normalization | Recomputed, tensors: tuple, options: tuple) -> Any:
     """Calls an operator and records its gradient. Raises an error for derivatives that it does not have."""
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)

@@ -82,8 +82,7 @@ def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
     """Checks the arguments of `normalize_tokens`."""
     if q.dim() != 4:
         raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
-    if q.dtype not in validation.DTYPES:
-        raise TypeError(f"q must be float64, float32, float16 or bfloat16, got {q.dtype}")
+    _check_floating("q", q)
     shape = (q.shape[0], *k.shape[1:3], q.shape[3]) if k.dim() == 4 else q.shape
     _check_tensor("k", k, shape, q.dtype, q)
     if not 0.0 < lim < math.inf:
@@ -94,6 +93,112 @@ def check_normalized(name: str, x: Tensor, grad: Tensor | None, factor: Tensor) 
     """Checks the gradient and the factors of a normalised tensor x, which is already checked."""
     _check_tensor(f"grad_{name}", grad, x.shape, x.dtype, x, name)
     _check_tensor(f"{name}_factor", factor, x.shape[:3], compute_dtype(x.dtype), x, name)
+
+
+def check_split_heads(
+    qkv: Tensor,
+    recent: Tensor | None,
+    conv_weight: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    places: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_eps: float,
+    k_eps: float,
+) -> None:
+    """Checks the arguments of `split_heads`."""
+    if qkv.dim() != 3:
+        raise ValueError(f"qkv must be 3-dimensional, got {qkv.dim()} dimensions")
+    _check_floating("qkv", qkv)
+    b, n, channels = qkv.shape
+    for name, size in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    values = channels - (heads + kv_heads) * head_dim
+    if values <= 0 or values % kv_heads != 0:
+        raise ValueError(
+            "qkv must have (heads + kv_heads) * head_dim channels and a positive multiple of kv_heads more, got "
+            f"{channels} for {heads}, {kv_heads} and {head_dim}"
+        )
+    width = 1
+    if conv_weight is not None:
+        if conv_weight.dim() != 3:
+            raise ValueError(f"conv_weight must be 3-dimensional, got {conv_weight.dim()} dimensions")
+        width = conv_weight.shape[2]
+        if width < 1:
+            raise ValueError(f"conv_weight must have a width of at least 1, got {width}")
+    else:
+        for name, x in (("recent", recent), ("places", places)):
+            if x is not None:
+                raise ValueError(f"{name} needs conv_weight")
+    _check_weight("conv_weight", conv_weight, (channels, 1, width), qkv, "qkv")
+    _check_weight("q_weight", q_weight, (head_dim,), qkv, "qkv")
+    _check_weight("k_weight", k_weight, (head_dim,), qkv, "qkv")
+    _check_tensor("recent", recent, (b, width - 1, channels), qkv.dtype, qkv, "qkv")
+    if places is not None:
+        if places.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"places must be int32 or int64, got {places.dtype}")
+        _check_tensor("places", places, (n,), places.dtype, qkv, "qkv")
+    check_together("cos", "sin", cos, sin)
+    if cos is not None:
+        if cos.dim() not in (3, 4):
+            raise ValueError(f"cos must be 3- or 4-dimensional, got {cos.dim()} dimensions")
+        rotated = cos.shape[-1]
+        for name, x in (("cos", cos), ("sin", sin)):
+            shape = (n, 1, rotated) if cos.dim() == 3 else (b, n, 1, rotated)
+            _check_tensor(name, x, shape, compute_dtype(qkv.dtype), qkv, "qkv")
+        if rotated % 2 != 0 or rotated > head_dim:
+            raise ValueError(f"cos must have an even number of channels up to head_dim {head_dim}, got {rotated}")
+    for name, eps in (("q_eps", q_eps), ("k_eps", k_eps)):
+        _check_eps(name, eps)
+
+
+def check_gradients_of_heads(
+    grads: tuple[Tensor | None, ...], qkv: Tensor, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Checks the gradients of q, k and v of a call of `split_heads` whose arguments are already checked."""
+    b, n, channels = qkv.shape
+    value_dim = (channels - (heads + kv_heads) * head_dim) // kv_heads
+    sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    for name, grad, size in zip(("grad_q_rows", "grad_k_rows", "grad_v_rows"), grads, sizes, strict=True):
+        _check_tensor(name, grad, (b, n, *size), qkv.dtype, qkv, "qkv")
+
+
+def check_join_heads(o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float) -> None:
+    """Checks the arguments of `join_heads`."""
+    check_output(o)
+    b, h, n, dv = o.shape
+    _check_weight("norm_weight", norm_weight, (dv,), o, "o")
+    _check_tensor("gate", gate, (b, n, h * dv), o.dtype, o, "o")
+    _check_eps("eps", eps)
+
+
+def check_gradient_of_joined(grad_y: Tensor, o: Tensor) -> None:
+    """Checks the gradient of a result of `join_heads` whose arguments are already checked."""
+    _check_tensor("grad_y", grad_y, (o.shape[0], o.shape[2], o.shape[1] * o.shape[3]), o.dtype, o, "o")
+
+
+def _check_weight(name: str, x: Tensor | None, shape: Sequence[int], like: Tensor, like_name: str) -> None:
+    """Checks a learned weight, which may have float32 beside tokens of another dtype."""
+    if x is None:
+        return
+    _check_tensor(name, x, shape, x.dtype, like, like_name)
+    if x.dtype not in (like.dtype, torch.float32):
+        raise TypeError(f"{name} must be float32 or have {like_name}'s dtype {like.dtype}, got {x.dtype}")
+
+
+def _check_floating(name: str, x: Tensor) -> None:
+    if x.dtype not in validation.DTYPES:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def _check_eps(name: str, eps: float) -> None:
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"{name} must be finite and >= 0, got {eps}")
 
 
 def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
@@ -123,8 +228,7 @@ def check_output(o: Tensor) -> None:
     """Checks the output of a call without q."""
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
-    if o.dtype not in validation.DTYPES:
-        raise TypeError(f"o must be float64, float32, float16 or bfloat16, got {o.dtype}")
+    _check_floating("o", o)
 
 
 def check_gradients_of_sums(q: Tensor, v: Tensor, g: Tensor, e: Tensor) -> None:

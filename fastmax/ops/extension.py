@@ -26,7 +26,7 @@ HOW_TO_BUILD = (
 MAX_HEAD_DIM = 256
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-SCHEMA_VERSION = 23  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
+SCHEMA_VERSION = 24  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
 _problem: str | None = "it was not loaded yet"
 
@@ -112,6 +112,13 @@ def kernels_run_on(x: Tensor) -> bool:
         warn_if_unused(x.device)
         return False
     return x.dtype in _DTYPES
+
+
+def expects_kernels(x: Tensor) -> bool:
+    """Returns `kernels_run_on(x)`, or in compiled code, which cannot ask the library about the device, whether they may run."""
+    if torch.compiler.is_compiling():
+        return _problem is None and x.is_cuda and x.dtype in _DTYPES
+    return kernels_run_on(x)
 
 
 _checked: set[int | None] = set()

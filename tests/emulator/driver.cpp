@@ -65,6 +65,7 @@ void fill(AttentionParams& p) {
   p.left = left < 0 ? p.m : std::min(left, p.m);
   p.right = p.causal ? 0 : right < 0 ? p.n : std::min(right, p.n);
   p.window = p.left < p.m - 1 || (!p.causal && p.right < p.n - 1);
+  p.exact_window = integer("exact_window", 0);
   p.sm_arch = 90, p.sm_count = integer("sm_count", 2);
   take("q", p.q, p.q_stride), take("k", p.k, p.k_stride), take("v", p.v, p.v_stride);
   take("attention_mask", p.attention_mask);
@@ -119,7 +120,7 @@ void fill_more(Params& p) {
 }
 
 const Algorithm& algorithm_of(const std::string& name) {
-  for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kLinearAlgorithm, &kLinearFromState}) {
+  for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kExactWindowAlgorithm, &kLinearAlgorithm, &kLinearFromState}) {
     if (name == algorithm->name) return *algorithm;
   }
   throw std::runtime_error("emulator: no algorithm " + name);

@@ -156,6 +156,14 @@ inline T __reduce_max_sync(unsigned mask, T x) {
   return emulator_reduce("__reduce_max_sync", mask, x, [](T a, T b) { return a > b ? a : b; });
 }
 template <class T>
+inline T __reduce_and_sync(unsigned mask, T x) {
+  return emulator_reduce("__reduce_and_sync", mask, x, [](T a, T b) { return a & b; });
+}
+template <class T>
+inline T __reduce_or_sync(unsigned mask, T x) {
+  return emulator_reduce("__reduce_or_sync", mask, x, [](T a, T b) { return a | b; });
+}
+template <class T>
 inline T __reduce_add_sync(unsigned mask, T x) {
   return emulator_reduce("__reduce_add_sync", mask, x, [](T a, T b) { return a + b; });
 }

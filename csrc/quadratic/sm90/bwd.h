@@ -29,6 +29,7 @@
 #include "quadratic/bounds.h"
 #include "quadratic/row_score.h"
 #include "quadratic/sm90/decay.h"
+#include "quadratic/sm90/exact_window.h"
 #include "quadratic/sm90/kept_keys.h"
 #include "quadratic/sm90/kernels.h"
 #include "quadratic/sm90/visible.h"
@@ -39,11 +40,11 @@ namespace fastmax {
 // Number of row scores per head. Zeros pad it to whole tiles of queries.
 inline int row_scores_per_head(const Problem& p) { return (p.n + 127) / 128 * 128; }
 
-template <class Visibility, int kHeadDim, bool kOwnsKeys>
+template <class Score, class Visibility, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdSm90Tile {
   // Rows of queries at head_dim 32 take few enough registers for three consumers, which hide each other's waits better than two
   // with larger tiles. Rows of keys take a few registers too many.
-  static constexpr bool kNarrow = kHeadDim <= 32 && !kHasDecay<Visibility>;
+  static constexpr bool kNarrow = kHeadDim <= 32 && !kHasDecay<Visibility> && !Score::kHasLocalKeys;
   static constexpr int kConsumers = kNarrow && !kOwnsKeys ? 3 : 2;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -52,8 +53,9 @@ struct QuadraticBwdSm90Tile {
   // Registers: sums kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
   // kHeadDim / 4 each if they are in registers. Decay takes registers too. Products of 64 x 64 with both operands in shared
   // memory use all of its bandwidth.
-  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kHasDecay<Visibility> ? 128 : 64;
-  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kHasDecay<Visibility>;
+  static constexpr bool kPlain = !kHasDecay<Visibility> && !Score::kHasLocalKeys;
+  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && kPlain ? 128 : 64;
+  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && kPlain;
   static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
@@ -89,7 +91,7 @@ struct QuadraticBwdMaps {
 // State of a consumer's rows, in the layout of accumulators (wgmma.h).
 template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdRows {
-  using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+  using Tile = QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
   static constexpr int kStream = Tile::kStream;
@@ -155,22 +157,124 @@ struct QuadraticBwdRows {
   // streamed head.
   template <bool kMasked, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
-                                                int lane_row, int causal_offset, const float4* streamed) {
+                                                int lane_row, const BwdParams& p, const float4* streamed) {
     const uint32_t columns = stage + 2 * StreamTile::kBytes;
     decay.template start<kMasked>(columns);
     if constexpr (kHasDecay<Visibility>) {
       if (kMasked && decay.takes_pairs) {
-        differentiate<kMasked, true>(columns, visible, decay, begin, lane_row, causal_offset, streamed);
+        differentiate<kMasked, true>(columns, visible, decay, begin, lane_row, p, streamed);
         return;
       }
     }
-    differentiate<kMasked, false>(columns, visible, decay, begin, lane_row, causal_offset, streamed);
+    differentiate<kMasked, false>(columns, visible, decay, begin, lane_row, p, streamed);
   }
 
  private:
   // kTakesPairs: whether each pair has a decay factor of its own.
   template <bool kMasked, bool kTakesPairs, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Decay& decay,
+                                                int begin, int lane_row, const BwdParams& p, const float4* streamed) {
+    if constexpr (Score::kHasLocalKeys) {
+      differentiate_by_distance<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, p, streamed);
+    } else {
+      differentiate_by_score<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, offset_of_own_key(p), streamed);
+    }
+  }
+
+  // An exact window. Pairs of whole tiles are global.
+  template <bool kMasked, bool kTakesPairs, class Decay>
+  __device__ __forceinline__ void differentiate_by_distance(uint32_t columns, const uint32_t (&visible)[2][kStream / 32],
+                                                            const Decay& decay, int begin, int lane_row, const BwdParams& p,
+                                                            const float4* streamed) {
+    constexpr bool kDecays = kHasDecay<Visibility>;
+    const int t = lane_index() % 4;
+    const Score score(p);
+    const int position = kOwnsKeys ? lane_row - p.causal_offset : lane_row + p.causal_offset;  // among the streamed tokens
+    const LocalColumns is_local = LocalKeys{p.exact_window, position}.columns(begin, t);
+    ColumnGroups groups = ColumnGroups::all_global();
+    if constexpr (kMasked) groups = ColumnGroups::of(visible, p.exact_window, warp_uniform(position), begin);
+    float4 rows[kOwnsKeys ? 1 : 2];
+    float of_rows[2] = {kMasked ? 0.f : 1.f, kMasked ? 0.f : 1.f};  // of rows that are keys: exponents, in whole tiles factors
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (!kOwnsKeys) {
+        rows[half] = row_scores[half];
+        if constexpr (kDecays && !kTakesPairs) rows[half] = Score::decay_row(rows[half], decay.of_rows[half]);
+      } else if constexpr (kDecays && !kTakesPairs) {
+        of_rows[half] = kMasked ? decay.of_rows[half] : ptx::exp2_approx(decay.of_rows[half]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kStream / 8; ++j) {
+      if (kMasked && groups.is_hidden(j)) {
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+          d[i] = 0.f;
+          if constexpr (kOwnsKeys) s[i] = 0.f;
+        }
+        continue;
+      }
+      const int column = 8 * j + 2 * t;
+      float4 of_columns[2];
+      float2 sums[2], keys = make_float2(kMasked ? 0.f : 1.f, kMasked ? 0.f : 1.f);
+      if constexpr (kOwnsKeys && !kTakesPairs) {
+        const uint32_t scores = columns + column * static_cast<int>(sizeof(float4));
+        of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
+      }
+      if constexpr (kTakesPairs) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
+          sums[e] = decay.sum_of_column(begin + column + e);
+        }
+      } else if constexpr (kDecays && !kOwnsKeys) {
+        keys = decay.columns(columns, column);
+        if constexpr (!kMasked) keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
+      }
+      // Calls `pair_of` with x, dp - delta, the row, and of the key its exponent, in whole tiles its factor.
+      const auto for_each_pair = [&](auto is_mixed, const auto& pair_of) {
+        constexpr bool kMixed = decltype(is_mixed)::value;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = 4 * j + e;
+          const float4& row = kOwnsKeys ? of_columns[e % 2] : rows[e / 2];
+          float of_key;
+          if constexpr (kTakesPairs) of_key = decay.factor(sums[e % 2], e / 2);
+          else of_key = kOwnsKeys ? of_rows[e / 2] : e % 2 == 0 ? keys.x : keys.y;
+          const DecayedPair pair = pair_of(i, s[i], d[i] - row.z, row, of_key);
+          const bool counts = !kMixed || is_visible(visible, i);
+          if constexpr (kDecays) {  // a pair of a token with itself does not decay
+            const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
+            const bool itself = kMixed && (kOwnsKeys ? other + p.causal_offset == own : own + p.causal_offset == other);
+            flow[e / 2] += counts && !itself ? pair.flow : 0.f;
+          }
+          d[i] = counts ? pair.ds : 0.f;
+          if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
+        }
+      };
+      if constexpr (!kMasked) {
+        for_each_pair(std::false_type(), [&](int, float x, float centred, const float4& row, float factor) {
+          return score.global_pair(x, centred, kDecays ? row.y * factor : row.y);
+        });
+      } else if (groups.is_local(j)) {
+        for_each_pair(std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
+          return score.pair(true, x, centred, score.exponent(true, x, row.x + e));
+        });
+      } else if (groups.is_global(j)) {
+        for_each_pair(std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
+          return score.global_pair(x, centred, ptx::exp2_approx(row.x + e));
+        });
+      } else {
+        for_each_pair(std::true_type(), [&](int i, float x, float centred, const float4& row, float e) {
+          const bool local = is_local.has(i);
+          return score.pair(local, x, centred, score.exponent(local, x, row.x + e));
+        });
+      }
+    }
+  }
+
+  template <bool kMasked, bool kTakesPairs, class Decay>
+  __device__ __forceinline__ void differentiate_by_score(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Decay& decay,
                                                 int begin, int lane_row, int causal_offset, const float4* streamed) {
     const int t = lane_index() % 4;
     float4 rows[kOwnsKeys ? 1 : 2];
@@ -261,11 +365,11 @@ struct QuadraticBwdRows {
 };
 
 template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
-__global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>::kThreads, 1)
+__global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, kOwnsKeys>::kThreads, 1)
     quadratic_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
                               const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order,
                               const PairSums pair_sums, const uint8_t* decay_columns) {
-  using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+  using Tile = QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
   using Element = typename Math::Element;
@@ -307,11 +411,17 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
   // Tiles of `block` that the `count` rows from `row` on see.
   const auto tiles_of = [&](const WorkTileInfo& work_tile, int row, int count, Range block) {
     const int last = min(row + count, rows) - 1;
+    TileRanges tiles;
     if constexpr (kOwnsKeys) {
-      return query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
+      tiles = query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
     } else {
-      return key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
+      tiles = key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
     }
+    if constexpr (Score::kHasLocalKeys) {
+      const int offset = kOwnsKeys ? -p.causal_offset : p.causal_offset, none = kOwnsKeys ? tiles.seen.end : tiles.seen.begin;
+      tiles.whole = without_local_tiles<Tile::kStream>(tiles.whole, p.exact_window, row + offset, last + offset, {none, none});
+    }
+    return tiles;
   };
   const auto tiles_of_block = [&](const WorkTileInfo& work_tile) { return tiles_of(work_tile, work_tile.row, Tile::kBlockRows, kAllTiles).seen; };
 
@@ -427,7 +537,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           streamed = row_scores + (static_cast<int64_t>(work_tile.batch) * p.h + work_tile.first_head + head_streamed) * rows_per_head;
         }
         sums.template differentiate<kMasked>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
-                                             offset_of_own_key(p), streamed);
+                                             p, streamed);
       };
 
       // Without overlap: `visit` computes P and dS of the current stage, the i-th tile of its head, and add_tile adds it to the
@@ -612,7 +722,7 @@ struct LaunchQuadraticBwdSm90 {
       columns[0] = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
       columns[1] = reinterpret_cast<uint8_t*>(workspace + at.decayed_row_scores);
       fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
-      fill_key_factors<Score, QuadraticBwdSm90Tile<Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
+      fill_key_factors<Score, QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
       decay_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
       if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
     }
@@ -638,7 +748,7 @@ struct LaunchQuadraticBwdSm90 {
                          const TokenTensor& b, const KeptWords& kept,
                          const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* decay_columns,
                          cudaStream_t stream) {
-    using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+    using Tile = QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, kOwnsKeys>;
     const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
       return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
     };

@@ -38,6 +38,9 @@ bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction) 
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
 bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
 
+bool covers_exact_window_sm90(const AttentionParams& p, Direction) { return p.log_decay == nullptr && covers_quadratic(p); }
+bool covers_exact_window_decay_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
+
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }
 bool covers_flash_sm90(const AttentionParams& p, Direction direction) { return !is_bounded(p) && covers_flash(p, direction); }
 bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction) {

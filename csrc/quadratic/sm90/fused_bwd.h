@@ -27,7 +27,7 @@ struct FusedBwdTile {
   static constexpr FusedBwdShape kShape = FusedBwdShape::of(kHeadDim);
   static constexpr int kParts = kShape.parts, kPartCols = kShape.part_cols(), kPartFloats = kShape.part_floats();
   static constexpr bool kScoresByColumn = false;
-  using Bwd = QuadraticBwdSm90Tile<DenseVisibility, kHeadDim, true>;
+  using Bwd = QuadraticBwdSm90Tile<PolynomialScore, DenseVisibility, kHeadDim, true>;
   static constexpr int kConsumers = Bwd::kConsumers, kRows = Bwd::kRows, kBlockRows = Bwd::kBlockRows, kStream = Bwd::kStream;
   static constexpr int kThreads = Bwd::kThreads;
   static_assert(kBlockRows == kShape.keys && kStream == kShape.queries && kConsumers == kParts && kShape.tiles_per_counter == 1,
@@ -257,8 +257,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         keep(sums.s);
         keep(sums.d);
         if constexpr (kMasked) visible_queries_of_kept(visible, sees, tile, lane_row, t, keeps);
-        sums.template differentiate<kMasked>(stage_of(at), visible, decay, tile * Tile::kStream, lane_row, p.causal_offset,
-                                             /*streamed=*/nullptr);
+        sums.template differentiate<kMasked>(stage_of(at), visible, decay, tile * Tile::kStream, lane_row, p, /*streamed=*/nullptr);
         uint32_t packed_p[Tile::kStream / 4], packed_ds[Tile::kStream / 4];
         sums.pack(packed_p, packed_ds);
         keep(packed_p);

@@ -24,7 +24,7 @@ struct FusedBwdNarrowTile {
   static constexpr int kPartFloats = kShape.part_floats(), kPartCols = kShape.part_cols();
   static_assert(kShape.parts == 1, "a warpgroup makes all of grad_q");
   static constexpr bool kScoresByColumn = true;
-  using Bwd = QuadraticBwdSm90Tile<DenseVisibility, kHeadDim, true>;
+  using Bwd = QuadraticBwdSm90Tile<PolynomialScore, DenseVisibility, kHeadDim, true>;
   static constexpr int kRows = Bwd::kRows, kStream = Bwd::kStream;
   static constexpr int kConsumers = kShape.keys / kRows;
   static constexpr int kKeys = kConsumers * kRows;

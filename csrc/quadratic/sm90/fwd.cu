@@ -2,6 +2,7 @@
 //
 // shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,DecayVisibility
 // shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,DecayVisibility
+// shards: FASTMAX_SCORE=ExactWindowScore FASTMAX_VISIBILITY=TableVisibility,DecayVisibility
 
 #include "quadratic/sm90/fwd.h"
 

@@ -28,6 +28,7 @@
 #include "core/visibility.h"
 #include "quadratic/bounds.h"
 #include "quadratic/sm90/decay.h"
+#include "quadratic/sm90/exact_window.h"
 #include "quadratic/sm90/kept_keys.h"
 #include "quadratic/sm90/kernels.h"
 #include "quadratic/sm90/visible.h"
@@ -38,8 +39,8 @@ namespace fastmax {
 template <class Score, class Visibility, int kHeadDim>
 struct QuadraticFwdSm90Tile {
   // Registers: kHeadDim / 2 for sums, 64 for scores, 32 for weights. At head dims up to 64 three consumers have 160 each; at
-  // larger ones, and with decay, two consumers have 240 each.
-  static constexpr int kConsumers = kHeadDim <= 64 && !kHasDecay<Visibility> ? 3 : 2;
+  // larger ones, and with decay or an exact window, two consumers have 240 each.
+  static constexpr int kConsumers = kHeadDim <= 64 && !kHasDecay<Visibility> && !Score::kHasLocalKeys ? 3 : 2;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kRows = 64;  // per consumer
@@ -69,7 +70,7 @@ struct QuadraticFwdSm90Tile {
 // Softmax weighs relative to the largest weight of a row, so its weights fit in fp16. The largest weight is 2^14 there. The
 // smallest fp16 number, 2^-24, is 2^-38 of it.
 template <class Score>
-inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
+inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax && !Score::kHasLocalKeys;
 template <class Math>
 inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
 
@@ -118,10 +119,26 @@ struct QuadraticFwdRows {
   }
 
   // Converts the scores of the tile that begins at key_begin to weights. visible: bits of visible_keys. factors: shared-memory
-  // address of the keys' decay factors. shrink: set to the factors for the sums so far.
+  // address of the keys' decay factors. local: the rows of an exact window. shrink: set to the factors for the sums so far.
   template <bool kMasked, class Decay>
   __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay, uint32_t factors,
-                                        int key_begin, float (&shrink)[2]) {
+                                        int key_begin, const LocalKeys& local, float (&shrink)[2]) {
+    if constexpr (!Score::kHasLocalKeys) weigh_by_score<kMasked>(score, visible, decay, factors, key_begin, shrink);
+    else if constexpr (kMasked) weigh_by_distance(score, visible, decay, factors, key_begin, local, shrink);
+    else weigh_global(score, decay, factors, shrink);
+  }
+
+  __device__ __forceinline__ void shrink_output(const float (&shrink)[2]) {
+    if constexpr (Score::kFollowsRowMax) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= shrink[i >> 1 & 1];
+    }
+  }
+
+ private:
+  template <bool kMasked, class Decay>
+  __device__ __forceinline__ void weigh_by_score(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay,
+                                                 uint32_t factors, int key_begin, float (&shrink)[2]) {
     if constexpr (kHasDecay<Visibility>) {
       decay.template start<kMasked>(factors);
       if (kMasked && decay.takes_pairs) {
@@ -156,10 +173,7 @@ struct QuadraticFwdRows {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float raised = fmaxf(reference[half], fmaf(score.c, quad_max(largest[half]), -kLog2OfLargestWeight<Math>));
-        shrink[half] = ptx::exp2_approx(reference[half] - raised);
-        reference[half] = raised;
-        z[half] *= shrink[half];
+        raise_reference(half, fmaf(score.c, quad_max(largest[half]), -kLog2OfLargestWeight<Math>), shrink);
       }
     }
 #pragma unroll
@@ -174,10 +188,135 @@ struct QuadraticFwdRows {
     }
   }
 
-  __device__ __forceinline__ void shrink_output(const float (&shrink)[2]) {
-    if constexpr (Score::kFollowsRowMax) {
+  __device__ __forceinline__ void raise_reference(int half, float largest, float (&shrink)[2]) {
+    const float raised = fmaxf(reference[half], largest);
+    shrink[half] = ptx::exp2_approx(reference[half] - raised);
+    reference[half] = raised;
+    z[half] *= shrink[half];
+  }
+
+  // An exact window: any tile.
+  template <class Decay>
+  __device__ __forceinline__ void weigh_by_distance(const Score& score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay,
+                                                    uint32_t factors, int key_begin, const LocalKeys& local, float (&shrink)[2]) {
+    decay.template start<true>(factors);
+    if constexpr (kHasDecay<Visibility>) {
+      if (decay.takes_pairs) {
+        weigh_groups<true>(score, visible, {~0u, 0u, 0u}, decay, factors, key_begin, local, shrink);
+        return;
+      }
+    }
+    const ColumnGroups groups = ColumnGroups::of(visible, local.window, warp_uniform(local.position), key_begin);
+    weigh_groups<false>(score, visible, groups, decay, factors, key_begin, local, shrink);
+  }
+
+  // kTakesPairs: each pair has an exponent of its own, and all groups are mixed.
+  template <bool kTakesPairs, class Decay>
+  __device__ __forceinline__ void weigh_groups(const Score& score, const uint32_t (&visible)[2][Tile::kKeys / 32],
+                                               const ColumnGroups& groups, const Decay& decay, uint32_t factors, int key_begin,
+                                               const LocalKeys& local, float (&shrink)[2]) {
+    const int t = lane_index() % 4;
+    const LocalColumns is_local = local.columns(key_begin, t);
+    float of_rows[2] = {0.f, 0.f};
+    if constexpr (kHasDecay<Visibility> && !kTakesPairs) of_rows[0] = decay.of_rows[0], of_rows[1] = decay.of_rows[1];
+    const auto of_keys = [&](int j) {
+      if constexpr (kHasDecay<Visibility> && !kTakesPairs) return decay.columns(factors, 8 * j + 2 * t);
+      else return make_float2(0.f, 0.f);
+    };
+    int first_key = key_begin + 2 * t;
+    const auto of_pair = [&](int j, int i, const float2& keys) {
+      if constexpr (kTakesPairs) return decay.factor(decay.sum_of_column(first_key + 8 * j + i % 2), i / 2);
+      else return of_rows[i / 2] + (i % 2 == 0 ? keys.x : keys.y);
+    };
+
+    float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= shrink[i >> 1 & 1];
+    for (int j = 0; j < Tile::kKeys / 8; ++j) {
+      float* const x = s + 4 * j;
+      if (!kTakesPairs && groups.is_hidden(j)) continue;
+      const float2 keys = of_keys(j);
+      if (!kTakesPairs && groups.is_local(j)) {  // x becomes y
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[i] = score.exponent(true, x[i], of_pair(j, i, keys));
+          largest[i / 2] = fmaxf(largest[i / 2], x[i]);
+        }
+      } else if (!kTakesPairs && groups.is_global(j)) {  // the last key decays least
+#pragma unroll
+        for (int half = 0; half < 2; ++half) largest[half] = fmaxf(largest[half], of_rows[half] + keys.y);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float y = score.exponent(is_local.has(4 * j + i), x[i], of_pair(j, i, keys));
+          largest[i / 2] = fmaxf(largest[i / 2], is_visible(visible, 4 * j + i) ? y : -INFINITY);
+        }
+      }
+    }
+    typename PolynomialScore::DecayedRow rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      raise_reference(half, quad_max(largest[half]), shrink);
+      rows[half] = score.global.decayed_row(ptx::exp2_approx(of_rows[half] - reference[half]));
+      of_rows[half] -= reference[half];
+    }
+    // The second loop loads decays again. Kept from the first one, they would take too many registers.
+    first_key = static_cast<int>(ptx::keep_in_register(first_key));
+#pragma unroll
+    for (int j = 0; j < Tile::kKeys / 8; ++j) {
+      float* const x = s + 4 * j;
+      if (!kTakesPairs && groups.is_hidden(j)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = 0.f;
+        continue;
+      }
+      if (!kTakesPairs && groups.is_local(j)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = ptx::exp2_approx(x[i] - reference[i / 2]);
+      } else if (!kTakesPairs && groups.is_global(j)) {
+        const float2 keys = of_keys(j);
+        const float of_columns[2] = {ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = rows[i / 2].at(x[i], of_columns[i % 2]);
+      } else {
+        const float2 keys = of_keys(j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool local = is_local.has(4 * j + i);
+          const float e = kTakesPairs ? of_pair(j, i, keys) - reference[i / 2] : of_pair(j, i, keys);
+          const float weight = score.weight(local, x[i]) * ptx::exp2_approx(score.exponent(local, x[i], e));
+          x[i] = is_visible(visible, 4 * j + i) ? weight : 0.f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) z[i / 2] += x[i];
+    }
+  }
+
+  // An exact window: a tile of global keys that all rows see. The last key decays least.
+  template <class Decay>
+  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors, float (&shrink)[2]) {
+    decay.template start<false>(factors);
+    typename PolynomialScore::DecayedRow rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = 0.f;
+      if constexpr (kHasDecay<Visibility>) largest = decay.of_rows[half];
+      raise_reference(half, largest, shrink);
+      rows[half] = score.global.decayed_row(ptx::exp2_approx(largest - reference[half]));
+    }
+#pragma unroll
+    for (int j = 0; j < Tile::kKeys / 8; ++j) {
+      float2 keys = make_float2(1.f, 1.f);
+      if constexpr (kHasDecay<Visibility>) {
+        keys = decay.columns(factors, 8 * j + lane_index() % 4 * 2);
+        keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 4 * j + e;
+        s[i] = rows[e / 2].at(s[i], e % 2 == 0 ? keys.x : keys.y);
+        z[e / 2] += s[i];
+      }
     }
   }
 };
@@ -230,8 +369,14 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
 
   // Tiles of `block` that the `rows` queries from `row` on see.
   const auto tiles_of = [&](const HeadIndex& head, int row, int rows, Range block) {
-    return key_tile_ranges<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1,
-                                       block);
+    const int last = min(row + rows, p.n) - 1;
+    TileRanges tiles =
+        key_tile_ranges<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, last, block);
+    if constexpr (Score::kHasLocalKeys) {
+      tiles.whole = without_local_tiles<Tile::kKeys>(tiles.whole, p.exact_window, row + p.causal_offset, last + p.causal_offset,
+                                                     {tiles.seen.begin, tiles.seen.begin});
+    }
+    return tiles;
   };
   // If the last block of a head does not fill up, the first block leaves out consumers instead: the last rows see most keys,
   // and no consumer of that block should wait in vain. Consumers that are left out get rows beyond the last one.
@@ -328,13 +473,14 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }();
 
+        const LocalKeys local{p.exact_window, lane_row + p.causal_offset};
         const auto weigh_masked = [&](int tile, uint32_t key_factors) {
           if constexpr (kHidesKeys<Score, Visibility>) {
             hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
-            rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
+            rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, local, shrink);
           } else {
             visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-            rows.template weigh<true>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
+            rows.template weigh<true>(score, visible, decay, key_factors, tile * Tile::kKeys, local, shrink);
           }
         };
 
@@ -348,8 +494,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         weigh_masked(tile, factors(at));
 
         // Starts with the weights of the current tile and ends with those of the tile below.
-        const auto step = [&](auto masked) {
-          constexpr bool kMasked = decltype(masked)::value;
+        const auto step = [&](auto masked, auto raises) {
+          constexpr bool kMasked = decltype(masked)::value, kRaises = decltype(raises)::value;
           RingPosition below = at;
           below.advance<Tile::kStages>();
           const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
@@ -366,18 +512,30 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           wgmma_wait<1>();
           keep(rows.s);
           if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
-          else rows.template weigh<false>(score, visible, decay, factors(below), (tile - 1) * Tile::kKeys, shrink);
+          else rows.template weigh<false>(score, visible, decay, factors(below), (tile - 1) * Tile::kKeys, local, shrink);
           wgmma_wait<0>();
           keep(rows.o);
-          rows.shrink_output(shrink);
+          if constexpr (kRaises) rows.shrink_output(shrink);
           ring.release(at, lane);
           at = below;
           --tile;
         };
-        while (tile > end_whole) step(std::true_type());
-        while (tile > first_whole) step(std::false_type());
-        if constexpr (Visibility::kBoundsBothSides) {
-          while (tile > first_tile) step(std::true_type());
+        const std::true_type yes;
+        const std::false_type no;
+        if constexpr (Score::kHasLocalKeys) {
+          // Global keys weigh no more than f(x): after the first whole tile, no other one raises a reference. One loop, so that the
+          // code of partly visible tiles is there once.
+          while (tile > first_tile) {
+            if (tile > end_whole || tile <= first_whole) step(yes, yes);
+            else if (tile == end_whole) step(no, yes);
+            else step(no, no);
+          }
+        } else {
+          while (tile > end_whole) step(yes, yes);
+          while (tile > first_whole) step(no, yes);
+          if constexpr (Visibility::kBoundsBothSides) {
+            while (tile > first_tile) step(yes, yes);
+          }
         }
 
         query_ring(consumer).release(queries, lane);

@@ -16,12 +16,14 @@ using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
 
 // Whether the kernels run a call. Its tensors must have layouts that tensor maps can express. Variants: no bounds of keys,
 // bounds (tables), decay, and for softmax a window without other bounds (no tables). Fused: the backward in one kernel, for
-// calls where that is faster than two kernels.
+// calls where that is faster than two kernels. An exact window has tables always.
 bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction direction);
+bool covers_exact_window_sm90(const AttentionParams& p, Direction direction);
+bool covers_exact_window_decay_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
@@ -30,6 +32,7 @@ bool covers_flash_decay_sm90(const AttentionParams& p, Direction direction);
 // Declared in core/score.h, core/visibility.h and decay.h. WindowVisibility is for softmax only.
 struct PolynomialScore;
 struct SoftmaxScore;
+struct ExactWindowScore;
 struct DenseVisibility;
 struct WindowVisibility;
 struct TableVisibility;

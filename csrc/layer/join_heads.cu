@@ -1,0 +1,194 @@
+// The output of a layer from the heads of attention: RMS norm of each head, times silu of a gate. Bound by memory.
+//
+// shards: FASTMAX_MATH=Bf16,Fp16,Fp32
+
+#include "core/launch.h"
+#include "layer/join_heads.h"
+#include "layer/walk.h"
+
+namespace fastmax {
+namespace {
+
+constexpr int kElements = 8;  // columns of a lane
+constexpr int kThreads = 128;
+template <class Element>
+constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;  // of a multiprocessor
+
+// exp(-x) of a gate, to the precision of its dtype.
+template <class Element>
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (sizeof(Element) == 2) return __fdividef(1.f, 1.f + __expf(-x));
+  else return 1.f / (1.f + expf(-x));
+}
+
+// What both directions read of o and of the gate.
+template <class Element>
+struct Rows {
+  const Element *o, *gate;  // gate is null if there is none
+
+  __device__ __forceinline__ Rows(const JoinHeadsParams& p, const Place& at)
+      : o(static_cast<const Element*>(p.o) + at.batch * p.o_stride.batch + at.head * p.o_stride.head + at.column),
+        gate(p.gate == nullptr ? nullptr
+                               : static_cast<const Element*>(p.gate) + at.batch * p.gate_batch + at.head * p.group.width + at.column) {}
+};
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_kernel(const __grid_constant__ JoinHeadsParams p) {
+  constexpr int kStages = sizeof(Element) == 2 ? 8 : 4;
+  __shared__ Ring<Element, kElements, 2, kStages, kThreads> ring;
+  const Place at = place_of_lane<kElements, kThreads>(&p.group, 1, p.strips, p.n);
+  if (at.is_idle) return;
+  const int width = p.group.width;
+  const bool is_normalized = p.group.norm.data != nullptr, is_gated = p.gate != nullptr;
+  const float over_width = 1.f / width;
+  const Rows<Element> rows(p, at);
+  const auto copy = [&](int t) {
+    const bool exists = at.exists && t < at.end;
+    const Element* nothing = static_cast<const Element*>(p.o);
+    ring.copy(t - at.begin, 0, exists ? rows.o + t * p.o_stride.token : nothing, exists);
+    if (is_gated) ring.copy(t - at.begin, 1, exists ? rows.gate + t * p.gate_token : nothing, exists);
+    ptx::cp_async_commit();
+  };
+  for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
+
+  float gain[kElements];
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) gain[i] = is_normalized && at.exists ? load_weight<Element>(p.group.norm, at.column + i) : 1.f;
+  const int64_t row = int64_t{p.group.heads} * width;  // elements of a token
+  Element* out = static_cast<Element*>(p.group.out) + (int64_t{at.batch} * p.n + at.begin) * row + at.head * width + at.column;
+#pragma unroll 2
+  for (int t = at.begin; t < at.end; ++t, out += row) {
+    ptx::cp_async_wait<kStages - 2>();
+    float o[kElements], gate[kElements];
+    ring.read(t - at.begin, 0, o);
+    if (is_gated) ring.read(t - at.begin, 1, gate);
+    copy(t + kStages - 1);
+    if (is_normalized) {
+      float sum[1] = {0.f};
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) sum[0] = fmaf(o[i], o[i], sum[0]);
+      sum_over_head(sum, at.lanes);
+      const float scale = rsqrtf(fmaf(sum[0], over_width, p.group.eps));
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) o[i] *= scale * gain[i];
+    }
+    if (is_gated) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) o[i] *= gate[i] * sigmoid<Element>(gate[i]);
+    }
+    if (at.exists) Slice<Element, kElements>::store(out, o);
+  }
+}
+
+// With r = 1 / rms(o) and y = r gain o silu(gate), the gradient of o is r (h - o r^2 mean(h . o)) for h = gain silu(gate) grad y.
+template <class Element>
+__global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_backward_kernel(const __grid_constant__ JoinHeadsParams p) {
+  constexpr int kStages = sizeof(Element) == 2 ? 4 : 2;
+  __shared__ Ring<Element, kElements, 3, kStages, kThreads> ring;
+  const Place at = place_of_lane<kElements, kThreads>(&p.group, 1, p.strips, p.n);
+  if (at.is_idle) return;
+  const int width = p.group.width;
+  const bool is_normalized = p.group.norm.data != nullptr, is_gated = p.gate != nullptr;
+  const float over_width = 1.f / width;
+  const Rows<Element> rows(p, at);
+  const Stride& grad_stride = p.group.grad_stride;
+  const Element* grad_rows = static_cast<const Element*>(p.group.grad) + at.batch * grad_stride.batch + at.head * grad_stride.head + at.column;
+  const auto copy = [&](int t) {
+    const bool exists = at.exists && t < at.end;
+    const Element* nothing = static_cast<const Element*>(p.o);
+    ring.copy(t - at.begin, 0, exists ? rows.o + t * p.o_stride.token : nothing, exists);
+    ring.copy(t - at.begin, 1, exists ? grad_rows + t * grad_stride.token : nothing, exists);
+    if (is_gated) ring.copy(t - at.begin, 2, exists ? rows.gate + t * p.gate_token : nothing, exists);
+    ptx::cp_async_commit();
+  };
+  for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
+
+  float gain[kElements], of_gain[kElements] = {};
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) gain[i] = is_normalized && at.exists ? load_weight<Element>(p.group.norm, at.column + i) : 1.f;
+  const int64_t row = int64_t{p.group.heads} * width;
+  Element* of_o = static_cast<Element*>(p.grad_o) + at.batch * p.grad_o_stride.batch + at.head * p.grad_o_stride.head + at.column;
+  Element* of_gate = static_cast<Element*>(p.grad_gate) + int64_t{at.batch} * p.n * row + at.head * width + at.column;
+#pragma unroll 2
+  for (int t = at.begin; t < at.end; ++t) {
+    ptx::cp_async_wait<kStages - 2>();
+    float o[kElements], grad[kElements], gate[kElements];
+    ring.read(t - at.begin, 0, o);
+    ring.read(t - at.begin, 1, grad);
+    if (is_gated) ring.read(t - at.begin, 2, gate);
+    copy(t + kStages - 1);
+    float scale = 1.f;
+    if (is_normalized) {
+      // The product with grad y needs the gate, but not the scale.
+      float sums[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const float silu = is_gated ? gate[i] * sigmoid<Element>(gate[i]) : 1.f;
+        sums[0] = fmaf(o[i], o[i], sums[0]);
+        sums[1] = fmaf(grad[i] * silu * gain[i], o[i], sums[1]);
+      }
+      sum_over_head(sums, at.lanes);
+      scale = rsqrtf(fmaf(sums[0], over_width, p.group.eps));
+      const float along = scale * scale * sums[1] * over_width;
+      float of_rows[kElements];
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const float share = is_gated ? sigmoid<Element>(gate[i]) : 1.f, silu = is_gated ? gate[i] * share : 1.f;
+        const float normalized = scale * o[i], of_normalized = grad[i] * silu;
+        of_gain[i] = fmaf(of_normalized, normalized, of_gain[i]);
+        of_rows[i] = scale * fmaf(-along, o[i], of_normalized * gain[i]);
+        // silu' = sigmoid (1 + x (1 - sigmoid))
+        if (is_gated) gate[i] = grad[i] * normalized * gain[i] * share * fmaf(gate[i], 1.f - share, 1.f);
+      }
+      if (at.exists) Slice<Element, kElements>::store(of_o + t * p.grad_o_stride.token, of_rows);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        if (!is_gated) continue;
+        const float share = sigmoid<Element>(gate[i]), silu = gate[i] * share;
+        gate[i] = grad[i] * o[i] * share * fmaf(gate[i], 1.f - share, 1.f);
+        grad[i] *= silu;
+      }
+      if (at.exists) Slice<Element, kElements>::store(of_o + t * p.grad_o_stride.token, grad);
+    }
+    if (is_gated && at.exists) Slice<Element, kElements>::store(of_gate + t * row, gate);
+  }
+  if (is_normalized) {
+    sum_over_heads(of_gain, at.lanes);
+    if (static_cast<int>(threadIdx.x % 32) < at.lanes && at.column < width) {
+      store_sums(p.workspace + (at.strip * p.group.units + at.unit) * width + at.column, of_gain);
+    }
+  }
+}
+
+template <class Element>
+unsigned grid(JoinHeadsParams& p) {
+  constexpr int kWarps = kThreads / 32;
+  divide(&p.group, 1, p.strips, p.b, p.n, kElements, p.sm_count * kBlocks<Element> * kWarps, 4);
+  return grid_1d((p.strips.warps + kWarps - 1) / kWarps);
+}
+
+}  // namespace
+
+template <class Math>
+void JoinHeads<Math>::forward(JoinHeadsParams p, cudaStream_t stream) {
+  using Element = typename Math::Element;
+  const unsigned blocks = grid<Element>(p);
+  launch_kernel("join_heads", join_heads_kernel<Element>, blocks, kThreads, 0, stream, p);
+}
+
+template <class Math>
+int64_t JoinHeads<Math>::backward(JoinHeadsParams p, cudaStream_t stream, bool measure) {
+  using Element = typename Math::Element;
+  const unsigned blocks = grid<Element>(p);
+  const int64_t rows = int64_t{p.b} * p.strips.per_sequence * p.group.units;
+  if (measure) return p.group.norm.data == nullptr ? 0 : rows * p.group.width;
+  launch_kernel("join_heads_backward", join_heads_backward_kernel<Element>, blocks, kThreads, 0, stream, p);
+  const ColumnSums sums{p.workspace, rows, p.group.width, 1, p.group.grad_norm, p.group.norm.is_float};
+  launch_column_sums(&sums, 1, p.math, stream);
+  return 0;
+}
+
+template struct JoinHeads<FASTMAX_MATH>;
+
+}  // namespace fastmax
