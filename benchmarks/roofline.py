@@ -112,7 +112,7 @@ _QUADRATIC: dict[str, _Passes] = {
     # For q and k together, with a factor for each row.
     r"normalize_tokens_kernel": (lambda s: Work(None, 4 * s.tensor + 8 * s.rows), None),
     r"normalize_tokens_backward_kernel": (None, lambda s: Work(None, 6 * s.tensor + 8 * s.rows)),
-    r"merge_kernel": (lambda s: Work(None, 3 * s.tensor + 16 * s.rows), None),
+    r"merge_kernel": (lambda s: Work(None, 3 * s.tensor + 12 * s.rows), None),
     r"row_score_kernel": (None, lambda s: Work(None, 2 * s.tensor + 20 * s.rows)),
     r"flash_bwd_dq_dk_dv\w*_kernel|sdpa.*bprop": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 8 * s.rows)),
 }

@@ -34,6 +34,7 @@ from torch.autograd import gradgradcheck
 
 from fastmax import eager, fastmax_attention, flash_attention
 from fastmax.core.call import Call
+from fastmax.ops import fused
 
 SMALL = Case("small", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 LONG = Case("", n=100, m=CHUNK + 40, h=2, hk=1, d=8, dv=6)
@@ -95,6 +96,20 @@ def test_decays_in_float64(algorithm, custom, decay, device):
     inputs["log_decay"] = make_decay(decay, 1, 1, LONG.m, dtype=torch.float64, device=device)
     attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
     assert_equals_definition(attention, reference, inputs, grads, causal=True, exact_window=20)
+
+
+@pytest.mark.parametrize("decay", [None, "ordinary", "none, ordinary or strong", "-inf at places"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_of_the_quadratic_algorithm(masked, decay, device, monkeypatch):
+    """A GPU computes float64 by parts, a CPU in one pass."""
+    monkeypatch.setattr(fused, "_takes_one_pass", lambda *call: False)
+    inputs, grads = make(LONG, torch.float64, device)
+    options = {"causal": True, "exact_window": 20}
+    if decay is not None:
+        inputs["log_decay"] = make_decay(decay, 1, 1, LONG.m, dtype=torch.float64, device=device)
+    if masked:
+        options["attention_mask"] = torch.rand(1, LONG.m, device=device) > 0.5
+    assert_equals_definition(partial(with_lse, algorithm="quadratic"), reference, inputs, grads, **options)
 
 
 @by_causal

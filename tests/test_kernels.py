@@ -247,7 +247,8 @@ def test_the_library_registers_every_operator():
     steps = ("decode_step", "decode_step_", "buffered_step_")
     pieces = ("prefill_saved_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
     states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *pieces)
-    for name in ("forward", "backward", "merge_", *steps, *states, "finite_decay"):
+    windows = ("exact_window_forward", "exact_window_backward", "merge_")
+    for name in ("forward", "backward", *windows, *steps, *states, "finite_decay"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax_cuda::{name}", "CUDA"), name
 
 

@@ -1,4 +1,4 @@
-// fastmax_cuda::flash_forward and fastmax_cuda::flash_backward: like attention.cpp, for softmax.
+// fastmax_cuda::flash_forward and fastmax_cuda::flash_backward (flash.h): like attention.cpp, for softmax.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -10,6 +10,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/flash.h"
 #include "bindings/layout.h"
 #include "bindings/operands.h"
 #include "bindings/run.h"
@@ -24,6 +25,8 @@ void check_window(int64_t left, int64_t right) {
     FASTMAX_CHECK(bound >= -1, name, " must be at least -1 (no bound), got ", bound);
   }
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                          const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
@@ -77,7 +80,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
 }
 
-}  // namespace
 }  // namespace fastmax
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {

@@ -28,7 +28,7 @@ std::string build_info() {
 #define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the schemas that the bindings implement; SCHEMA_VERSION in fastmax/ops/extension.py must match.
-FASTMAX_EXPORT int fastmax_schema_version() { return 23; }
+FASTMAX_EXPORT int fastmax_schema_version() { return 24; }
 
 // Why kernels cannot run on a device, a sentence without a full stop; null if they can.
 FASTMAX_EXPORT const char* fastmax_device_problem(int index) {

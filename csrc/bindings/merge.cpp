@@ -19,7 +19,7 @@
 namespace fastmax {
 namespace {
 
-void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, const Tensor& z_global, const OptionalTensor& shift) {
+void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, const Tensor& z_global) {
   FASTMAX_CHECK(o.dim() == 4, "o must be 4-dimensional, got ", o.dim(), " dimensions");
   const int64_t b = o.size(0), h = o.size(1), n = o.size(2);
   FASTMAX_CHECK(b <= INT_MAX && h <= INT_MAX && b * h <= INT_MAX, "o has too many heads: ", b, " x ", h);
@@ -27,19 +27,14 @@ void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, con
   check_device("o_global", o_global, o, "o");
   check_shape("o_global", o_global, {b, h, n, o.size(3)});
   FASTMAX_CHECK(o_global.scalar_type() == o.scalar_type(), "o_global must have o's dtype");
-  const auto check_number = [&](const char* name, const Tensor& x, int64_t heads) {
+  const auto check_number = [&](const char* name, const Tensor& x) {
     const bool wide = o.scalar_type() == ScalarType::Double;
     check_device(name, x, o, "o");
-    check_shape(name, x, {b, heads, n});
+    check_shape(name, x, {b, h, n});
     FASTMAX_CHECK(x.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ", wide ? "float64" : "float32");
   };
-  check_number("lse", lse, h);
-  check_number("z_global", z_global, h);
-  if (shift.has_value()) {
-    const int64_t heads = shift->dim() == 3 ? shift->size(1) : 1;
-    check_number("shift", *shift, heads);
-    FASTMAX_CHECK(heads > 0 ? h % heads == 0 : h == 0, "shift must have a number of heads that divides o's ", h, ", got ", heads);
-  }
+  check_number("lse", lse);
+  check_number("z_global", z_global);
   for (const auto& [name, x] : {std::pair("o", &o), std::pair("lse", &lse)}) {
     for (int i = 0; i < x->dim(); ++i) FASTMAX_CHECK(x->stride(i) != 0 || x->size(i) <= 1, name, " is written over and must not be expanded");
   }
@@ -49,33 +44,27 @@ void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, con
 
 }  // namespace
 
-Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_global_in, const Tensor& z_global, const OptionalTensor& shift) {
+void merge(const Tensor& o, const Tensor& lse, const Tensor& o_global_in, const Tensor& z_global) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("o", o));
-  check_merge(o, lse, o_global_in, z_global, shift);
+  check_merge(o, lse, o_global_in, z_global);
   check_kernels_run_on("o", o);
   FASTMAX_CHECK(o.stride(3) == 1 || o.size(3) == 1, "o must have unit stride in its last dimension");
 
-  const Tensor z = empty_dense(z_global, ScalarType::Float);
-  if (is_empty(z)) return z;
+  if (is_empty(z_global)) return;
   const Tensor o_global = o_global_in.stride(3) == 1 || o_global_in.size(3) == 1 ? o_global_in : dense_copy(o_global_in, o.scalar_type());
   MergeParams p{};
   p.b = static_cast<int>(o.size(0)), p.h = static_cast<int>(o.size(1)), p.n = static_cast<int>(o.size(2));
   p.dv = static_cast<int>(o.size(3));
-  p.shift_heads = shift.has_value() ? static_cast<int>(shift->size(1)) : 1;
   p.math = math_mode(o.scalar_type(), /*allow_tf32=*/false);
   p.aligned = is_aligned(o) && is_aligned(o_global);
   p.o = o.data_ptr(), p.o_stride = stride_of(o);
   p.o_global = o_global.data_ptr(), p.o_global_stride = stride_of(o_global);
   p.lse = static_cast<float*>(lse.data_ptr()), p.lse_stride = stride_of(lse);
   p.z_global = static_cast<const float*>(z_global.data_ptr()), p.z_global_stride = stride_of(z_global);
-  p.shift = shift.has_value() ? static_cast<const float*>(shift->data_ptr()) : nullptr;
-  p.shift_stride = shift.has_value() ? stride_of(*shift) : Stride{};
-  p.z = static_cast<float*>(z.data_ptr());
   if (is_debugging()) {
-    std::fprintf(stderr, "fastmax::merge_: merge_sm80: b %d, h %d, n %d, dv %d%s\n", p.b, p.h, p.n, p.dv, shift.has_value() ? ", shift" : "");
+    std::fprintf(stderr, "fastmax::merge_: merge_sm80: b %d, h %d, n %d, dv %d\n", p.b, p.h, p.n, p.dv);
   }
   launch_merge(p, current_stream(o.get_device_index()));
-  return z;
 }
 
 }  // namespace fastmax

@@ -5,7 +5,7 @@
 
 namespace fastmax {
 
-// Merges o_global and z_global into o and lse in place; returns the sums of all weights. Checks its arguments.
-Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, const Tensor& z_global, const OptionalTensor& shift);
+// Merges o_global and z_global into o and lse in place. Checks its arguments.
+void merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, const Tensor& z_global);
 
 }  // namespace fastmax

@@ -35,7 +35,7 @@ struct Kernels {
   // nothing is saved for this call. A null function: the kernels never save anything.
   size_t (*fwd_saved_bytes)(const FwdParams& p) = nullptr;
   size_t (*bwd_saved_bytes)(const BwdParams& p) = nullptr;
-  bool joins_parts = false;  // whether the kernels support FwdParams::local_lse (in calls without decay) and BwdParams::adds
+  bool joins_parts = false;  // whether the kernels support FwdParams::local_lse and BwdParams::adds
 };
 
 // A table of kernels.

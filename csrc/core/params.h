@@ -47,6 +47,10 @@ struct Problem {
   bool causal;       // key j is visible to query i iff j <= i + causal_offset
   bool window;       // softmax: and iff i + causal_offset - left <= j <= i + causal_offset + right
   int causal_offset; // m - n
+  // Tokens by which the decays of a query reach beyond its position: log_decay and its sums have m + lag tokens, and a pair has the
+  // decays of the tokens j + 1 to i + causal_offset + lag. Not 0 only with log_decay: for the global keys of an exact window, whose
+  // queries are that many tokens later. Visibility does not depend on it. Such a call has no state.
+  int lag;
   int left, right;   // of a window; right = 0 where causal
   int exact_window;  // local keys, |i + causal_offset - j| < exact_window, have weight exp(s); 0: there are none
   float dropout;     // o *= 1 + dropout * noise
@@ -55,6 +59,8 @@ struct Problem {
   int sm_arch;      // compute capability * 10 of the current device: 80, 90, ...
   int head_dim_qk;  // columns of q and k in the kernels, one of NativeHeadDims (dispatch.h)
   int head_dim_v;   // columns of v and o in the kernels, likewise; as many as head_dim_qk (common_head_dim)
+
+  __host__ __device__ int decay_tokens() const { return m + lag; }
 };
 
 // Inputs of both directions.
@@ -73,13 +79,13 @@ struct AttentionParams : Problem {
   // A query sees keys [k_start, k_end). Neither bound decreases from query to query; the host does not check their values. With
   // other values results are not specified, but kernels must end and stay inside memory.
   KeyBounds k_start, k_end;
-  const float* log_decay;        // (b, hk, m), finite and <= 0, or NaN; causal only
+  const float* log_decay;        // (b, hk, m + lag), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
 
   // Tables that the launchers of the quadratic kernels fill from bounds, causality and window (quadratic/bounds.h).
   const Range* key_table;    // (b, hk, n): the keys that a query sees
   const Range* query_table;  // (b, hk, m): the queries that see a key
-  // Running sums of log_decay (b, hk, m), which the launchers of every algorithm fill (decay/decay.h).
+  // Running sums of log_decay (b, hk, m + lag), which the launchers of every algorithm fill (decay/decay.h).
   const float2* decay_sums;
 };
 
@@ -168,14 +174,14 @@ struct BwdParams : AttentionParams {
   void* grad_k;  // (b, hk, m, d)
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;
-  float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay, and in mode kQueries
+  float* grad_log_decay;  // (b, hk, m + lag) contiguous; null without log_decay, and in mode kQueries
   // (b, h, n) contiguous, sums of pairs (decay/decay.h). kQueries: a result. kKeys, kKeysFromSaved: an input. Else, and without
   // log_decay: null.
   float* pairs_by_query;
   // (b, hk, 2), an input of kKeys and kKeysFromSaved with log_decay: the sum over pairs with the state that the call ended in, and
   // that over pairs with the state that it continued from. Null: both sums are computed from `state`.
   const double* pairs_of_states;
-  bool adds;  // for kernels with Kernels::joins_parts (algorithm.h): grad_q, grad_k and grad_v are added to what is there
+  bool adds;  // for kernels with Kernels::joins_parts (algorithm.h): the gradients are added to what is there
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
   CarriedGradients state;

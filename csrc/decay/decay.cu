@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
 
-int tiles_of(const Problem& p) { return (p.m + kTile - 1) / kTile; }
+int tiles_of(const Problem& p) { return (p.decay_tokens() + kTile - 1) / kTile; }
 template <int kCount>
 size_t total_bytes(const Problem& p) {
   return (static_cast<size_t>(p.b) * p.hk * tiles_of(p) * kCount * sizeof(double) + 255) / 256 * 256;
@@ -28,7 +28,7 @@ struct TokenValues {
 struct DecayOf {
   static constexpr int kCount = 1;
   const AttentionParams& p;
-  int first_reset;  // first token that may be a reset; p.m: none
+  int first_reset;  // first token that may be a reset; p.m: none. Tokens beyond the keys are none
 
   __device__ __forceinline__ TokenValues<float, kCount> operator()(int batch, int kv_head, int token) const {
     float x = 0.f;
@@ -37,7 +37,7 @@ struct DecayOf {
       const float decay = p.log_decay[batch * s.batch + kv_head * s.head + token * s.token];
       x = isnan(decay) ? 0.f : fmaxf(decay * 1.4426950408889634f, kReset);  // NaN: see launch_nan_rows
     }
-    if (token >= first_reset) {
+    if (token >= first_reset && token < p.m) {
       // The query at this token sees nothing before it, or the first query, which comes later, sees nothing before it.
       const Stride& s = p.k_start.stride;
       const int32_t* first = p.k_start.data + batch * s.batch + kv_head * s.head;
@@ -56,9 +56,9 @@ struct FlowOf {
   const PairSums& sums;
 
   __device__ __forceinline__ TokenValues<float, kCount> operator()(int batch, int kv_head, int from_end) const {
-    const int token = p.m - 1 - from_end, query = token - p.causal_offset, group = p.h / p.hk;
+    const int token = p.decay_tokens() - 1 - from_end, query = token - p.lag - p.causal_offset, group = p.h / p.hk;
     const int64_t state = static_cast<int64_t>(batch) * p.hk + kv_head;
-    const float of_key = sums.by_key[state * p.m + token];
+    const float of_key = token < p.m ? sums.by_key[state * p.m + token] : 0.f;
     TokenValues<float, kCount> flow{-of_key, fabsf(of_key)};
     for (int i = 0; query >= 0 && i < group; ++i) {
       const float of_query = sums.by_query[(state * group + i) * p.n + query];
@@ -120,7 +120,7 @@ __device__ __forceinline__ TokenValues<double, ValueOf::kCount> load_tile(const 
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
-    x[i] = token < p.m ? value_of(head / p.hk, head % p.hk, token) : TokenValues<float, ValueOf::kCount>{};
+    x[i] = token < p.decay_tokens() ? value_of(head / p.hk, head % p.hk, token) : TokenValues<float, ValueOf::kCount>{};
 #pragma unroll
     for (int j = 0; j < ValueOf::kCount; ++j) sum.x[j] += x[i].x[j];
   }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value
     const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sum.x[j] += x[i].x[j];
-    if (token < p.m) store(head, token, sum, all);
+    if (token < p.decay_tokens()) store(head, token, sum, all);
   }
 }
 
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) decay_sums_kernel(const AttentionPar
                                                               const int tiles, float2* sums) {
   tile_sums(p, DecayOf{p, first_reset}, totals, tiles, [&](int head, int token, const auto& sum, const auto&) {
     const float whole = static_cast<float>(sum.x[0]);
-    sums[static_cast<int64_t>(head) * p.m + token] = make_float2(whole, static_cast<float>(sum.x[0] - whole));
+    sums[static_cast<int64_t>(head) * p.decay_tokens() + token] = make_float2(whole, static_cast<float>(sum.x[0] - whole));
   });
 }
 
@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParam
     // to the magnitudes that it came from.
     const double all = tokens.x[0] + (of_query - of_key), size = tokens.x[1] + (fabs(of_query) + fabs(of_key));
     const double rounding = size == 0. || !isfinite(all) ? 0. : all * ((flow.x[1] + fabs(of_query)) / size);
-    p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(flow.x[0] + of_query - rounding);
+    float& gradient = p.grad_log_decay[static_cast<int64_t>(head + 1) * p.decay_tokens() - 1 - from_end];
+    gradient = static_cast<float>(flow.x[0] + of_query - rounding) + (p.adds ? gradient : 0.f);
   });
 }
 
@@ -222,7 +223,7 @@ size_t state_pair_bytes(const BwdParams& p) {
 }  // namespace
 
 size_t decay_sum_bytes(const AttentionParams& p) {
-  return total_bytes<DecayOf::kCount>(p) + (static_cast<size_t>(p.b) * p.hk * p.m * sizeof(float2) + 255) / 256 * 256;
+  return total_bytes<DecayOf::kCount>(p) + (static_cast<size_t>(p.b) * p.hk * p.decay_tokens() * sizeof(float2) + 255) / 256 * 256;
 }
 
 void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream) {

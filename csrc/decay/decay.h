@@ -1,6 +1,6 @@
 // Decay: G, the running sum of log_decay over the keys of a head, and the gradient of log_decay from sums over pairs.
 //
-// A pair (i, j) has the factor exp(G_pos(i) - G_j) with pos(i) = i + m - n. The sums are in units of log 2 and are stored as a
+// A pair (i, j) has the factor exp(G_(pos(i) + lag) - G_j) with pos(i) = i + m - n; G has m + lag tokens (Problem::lag). The sums are in units of log 2 and are stored as a
 // float and its rounding error, so that differences have the precision of a float for any sequence length.
 #pragma once
 
@@ -42,7 +42,7 @@ size_t decay_sum_bytes(const AttentionParams& p);
 void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream);
 
 // Sums over pairs, by query and by key, of p_ij: the derivative with respect to the log of the weight of (i, j). The kernels of
-// the backward fill them. Pairs of a token with itself do not decay and are left out.
+// the backward fill them. Without a lag, pairs of a token with itself do not decay and are left out.
 //
 // The initial state counts as a key before the first token, the final state as a query after the last one. The sums include
 // pairs with these; each state's own sum of pairs is the sum of its elements times their gradients (BwdParams::state).
@@ -53,9 +53,9 @@ struct PairSums {
 size_t pair_sum_bytes(const BwdParams& p);
 PairSums pair_sums(const BwdParams& p, void* workspace);
 
-// Computes p.grad_log_decay. For token t it is the sum of p_ij over j < t <= pos(i): the sum of by_query from t on minus that
-// of by_key. The totals of both are equal, and rounding errors are removed. Reads the states and their gradients. workspace:
-// decay_gradient_bytes.
+// Computes p.grad_log_decay. For token t it is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts
+// at token pos(i) + lag, from t on minus that of by_key. The totals of both are equal, and rounding errors are removed. Reads the states
+// and their gradients. workspace: decay_gradient_bytes.
 size_t decay_gradient_bytes(const BwdParams& p);
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream);
 

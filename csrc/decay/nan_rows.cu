@@ -24,7 +24,7 @@ struct Head {
         kv_head(head % p.hk),
         log_decay(p.log_decay + batch * p.log_decay_stride.batch + kv_head * p.log_decay_stride.head) {}
 
-  __device__ bool is_nan(int token) const { return token < p.m && isnan(log_decay[token * p.log_decay_stride.token]); }
+  __device__ bool is_nan(int token) const { return token < p.decay_tokens() && isnan(log_decay[token * p.log_decay_stride.token]); }
 
   // Index of this head's initial state, and rows per state.
   __device__ int64_t state() const { return int64_t{batch} * p.hk + kv_head; }
@@ -44,9 +44,14 @@ struct Head {
     return key;
   }
 
-  // Whether the query at token `token` sees a key.
-  __device__ bool sees(int key, int token) const {
-    const int query = token - p.causal_offset;
+  // The query whose decays end at a token; negative if there is none.
+  __device__ int query_at(int token) const { return token - p.lag - p.causal_offset; }
+
+  // Whether the query whose decays end at `token` sees a key before a NaN decay; key: the last of them (key_before).
+  __device__ bool sees_key_before(int key, int token) const {
+    const int query = query_at(token);
+    token -= p.lag;  // of the query
+    if (key > token) key = key_before(token + 1);
     if (key < 0 && keys_of_state() == 0.f) return false;
     if (p.window && key < token - p.left) return false;
     const Stride& s = p.k_start.stride;
@@ -57,6 +62,7 @@ struct Head {
     const int group = p.h / p.hk;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       p.z[(int64_t{batch} * p.h + head) * p.n + query] = nanf("");
+      if (p.local_lse != nullptr) p.local_lse[(int64_t{batch} * p.h + head) * p.local_lse_head + query] = nanf("");
       const int64_t row = batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.token;
       for (int c = 0; c < p.dv; ++c) {
         switch (p.math) {
@@ -83,7 +89,7 @@ __device__ void fill_rows_after_nan(const Head& x, int begin) {
   const int lane = threadIdx.x;
   int last = begin == 0 && isnan(x.keys_of_state()) ? 0 : -1;  // last NaN decay of the tile before the chunk
   int key_of_last = last < 0 ? -1 : x.key_before(last);
-  for (int first = begin; first < p.m; first += kThreads) {
+  for (int first = begin; first < p.decay_tokens(); first += kThreads) {
     const int token = first + lane;
     const bool in_tile = first < begin + kTile, mine = x.is_nan(token);
     is_nan[lane] = mine;
@@ -93,8 +99,9 @@ __device__ void fill_rows_after_nan(const Head& x, int begin) {
     const int nan = at < 0 ? last : in_tile ? first + at : -1;  // beyond this tile, a NaN starts another block's part
     const int key = nan < 0 ? -1 : nan == last ? key_of_last : x.key_before(nan);
     bool ends_in_nan = false;
-    if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees(key, token)) {
-      if (p.o != nullptr) x.fill_query(token - p.causal_offset);
+    const int query = x.query_at(token);
+    if (token < p.decay_tokens() && query >= 0 && nan >= 0 && x.sees_key_before(key, token)) {
+      if (p.o != nullptr) x.fill_query(query);
       ends_in_nan = token == p.m - 1 && p.state.new_kv_state != nullptr;
     }
     if (lane == kThreads - 1) last_of_chunk = nan;
@@ -120,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) nan_rows_kernel(const FwdParams p, c
 }  // namespace
 
 void launch_nan_rows(const FwdParams& p, cudaStream_t stream) {
-  const int tiles = (p.m + kTile - 1) / kTile;
+  const int tiles = (p.decay_tokens() + kTile - 1) / kTile;
   launch_kernel("nan_rows", nan_rows_kernel, grid_1d(int64_t{p.b} * p.hk * tiles), kThreads, 0, stream, p, tiles);
 }
 

@@ -8,7 +8,8 @@
 //   edges          0              1              2              3
 //   row y in chunk 0     |- y's -->|-- carry(1) ->|-- x's -->|     row x in chunk 2
 //
-// Rows of x and y are tokens of one sequence: row r of y belongs to token r of the keys, in reversed order to the r-th last.
+// Rows of x and y are tokens of one sequence: row r of y belongs to token r of the keys, in reversed order to the r-th last. With a lag
+// (Problem::lag), queries have the G of a later token: they are the rows of x, in reversed order those of y. Edges have that of keys.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,20 +29,23 @@ namespace fastmax {
 // that it sees.
 inline constexpr int kDecayTile = 64;
 struct DecayTile {
-  float2 sums[kDecayTile];        // G as WalkSum has it
+  float2 sums[kDecayTile];        // G as WalkSum has it, of rows of y; in tiles for x (Decay::x_tiles) of rows of x
   float until_end[kDecayTile];    // decay of a row of y until the tile's last row; -0 where it is masked
   float since_chunk[kDecayTile];  // decay of the state from the chunk's beginning to a row of x
 };
 
 struct Decay {
   const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: no decays
-  int tokens;
+  int tokens;          // of the keys
+  int stride;          // of `sums` from state to state: tokens + lag
+  int x_lag, y_lag;    // of the rows of x and of y: the one that are queries have the lag, the others 0
   int origin;            // virtual row where chunk 0 of the whole sequence begins
   const float* carries;  // [state][chunk]: decay of the state over a chunk (DecayFactor)
   int chunks;            // of the whole sequence
   int first_chunk;       // of the phase
 
   const DecayTile* tiles;  // [state][tile_count], of all virtual rows (linear_decay_tiles); null: not wanted
+  const DecayTile* x_tiles;  // the same for rows of x; `tiles` without a lag
   int tile_count;
   bool bounds_alone;  // no log_decay, only bounds of packed sequences: every decay is 1 or 0
 
@@ -50,10 +54,13 @@ struct Decay {
 #ifdef __CUDACC__
   // The address of G for a row of y; rows outside of the sequence have that of the nearest row.
   __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row) const {
-    const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
-    return sums + state * tokens + min(max(token, 0), tokens - 1);
+    return address(s, state, y_row, y_lag);
   }
   __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const { return __ldg(address(s, state, y_row)); }
+  // G for a row of x; y_row: the last row of y that it sees.
+  __device__ __forceinline__ float2 at_x_row(const Sequence& s, int64_t state, int y_row) const {
+    return __ldg(address(s, state, y_row, x_lag));
+  }
   // log2 of the decay between two rows, the later one first; <= 0.
   __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
     return s.time == Time::kForward ? fastmax::decay(x, y) : fastmax::decay(y, x);
@@ -79,13 +86,19 @@ struct Decay {
   __device__ __forceinline__ float2 at_edge(const Chunks& s, int64_t state, int edge) const {
     const int rows = min(max(s.y_row(origin + edge * s.chunk), 0), tokens);  // before the edge
     const int token = (s.time == Time::kForward ? rows : tokens - rows) - 1;
-    return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums + state * tokens + token);
+    return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums + state * stride + token);
   }
 
   // log2 of the decay of a state from one edge to a later one.
   template <class Chunks>
   __device__ __forceinline__ float passing(const Chunks& s, int64_t state, int from, int to) const {
     return between(s, at_edge(s, state, to), at_edge(s, state, from));
+  }
+
+ private:
+  __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row, int lag) const {
+    const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
+    return sums + state * stride + min(max(token, 0), tokens - 1) + lag;
   }
 #endif
 };
@@ -114,7 +127,7 @@ struct DecayRows {
   template <int kCount>
   __device__ __forceinline__ void load(WalkSum (&x)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = in_walk(p.decay.at_row(p, state, p.y_row(p.seen_end(row + 8 * i))));
+    for (int i = 0; i < kCount; ++i) x[i] = in_walk(p.decay.at_x_row(p, state, p.y_row(p.seen_end(row + 8 * i))));
   }
   // A row of a slab per lane, from shared memory.
   template <int kRows>

@@ -152,7 +152,7 @@ struct GradArgs : LinearProblem {
   bool half_out;
   bool adds;               // adds to out
   float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
-  RowOutput pair_sums;     // with decays: sum f(x.y) (x2.y2 + e), without the pair of a row with its own token
+  RowOutput pair_sums;     // with decays: sum f(x.y) (x2.y2 + e), without a lag without the pair of a row with its own token
 };
 
 // Preparation of a state pass with decays. Multiplies w and e (null: ones) of every row by the row's decay until the end of its chunk,
@@ -175,7 +175,7 @@ struct DecayTilesArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  DecayTile* tiles;  // Decay::tiles
+  DecayTile *tiles, *x_tiles;  // Decay
   // For the state pass; null: only the tiles are wanted.
   float* factors;   // [state], e_head apart: decay of every virtual row of y until its chunk's end; 0 where there is no row
   float* decayed_e;   // [batch][y head], e_head apart: the same times e; may be `factors` where there is no e

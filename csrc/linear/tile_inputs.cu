@@ -65,7 +65,10 @@ __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const Dec
     const int in_tile = a.time == Time::kForward ? row % kDecayTile : kDecayTile - 1 - row % kDecayTile;
     tile.sums[in_tile] = own.g;
     tile.until_end[in_tile] = taken ? exp2f(end.since(own)) : -0.f;
-    tile.since_chunk[in_tile] = row < a.decay.origin ? 0.f : exp2f(own.since(of_edge(a.decay.edge_at(a, row))));
+    DecayTile& x_tile = a.x_tiles[state * a.decay.tile_count + row / kDecayTile];
+    const WalkSum of_x = WalkSum::of(a, a.decay.at_x_row(a, state, y_row));
+    if (a.x_tiles != a.tiles) x_tile.sums[in_tile] = of_x.g;
+    x_tile.since_chunk[in_tile] = row < a.decay.origin ? 0.f : exp2f(of_x.since(of_edge(a.decay.edge_at(a, row))));
   }
   if (a.factors == nullptr) return;
 

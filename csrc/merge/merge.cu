@@ -6,6 +6,7 @@
 #include "core/dtype.h"
 #include "core/heads.h"
 #include "core/launch.h"
+#include "core/score.h"
 
 namespace fastmax {
 namespace {
@@ -21,29 +22,20 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
   const bool exists = row < p.n;
 
   float* lse = nullptr;
-  float local = 0.f, z_global = 0.f, shift = 0.f;
+  float local = 0.f, z_global = 0.f;
   if (exists) {
     lse = head_of<float>(p.lse, p.lse_stride, batch, head) + row * p.lse_stride.token;
     local = *lse;
     z_global = head_of<float>(p.z_global, p.z_global_stride, batch, head)[row * p.z_global_stride.token];
-    if (p.shift != nullptr) {
-      shift = head_of<float>(p.shift, p.shift_stride, batch, head / (p.h / p.shift_heads))[row * p.shift_stride.token];
-    }
   }
   __syncwarp();  // all lanes of the row have read lse before the first one overwrites it
-  const bool blind = z_global == 0.f || shift == -INFINITY;
-  if (exists && blind && lane == 0) p.z[int64_t{head_index} * p.n + row] = 0.f;
-  if (!exists || blind) return;
+  if (!exists || z_global == 0.f) return;
 
-  // Compared in units of the global weights: if the two are close, a large shift then rounds neither. A negative z_global makes
-  // everything NaN.
-  const float in_units = local - shift, global = logf(z_global), base = fmaxf(in_units, global);
-  const float of_local = expf(in_units - base), of_global = expf(global - base), total = of_local + of_global;
+  // A negative z_global makes everything NaN.
+  const float global = logf(z_global), base = fmaxf(local, global);
+  const float of_local = expf(local - base), of_global = expf(global - base), total = of_local + of_global;
   const float local_factor = of_local / total, global_factor = of_global / total;
-  if (lane == 0) {
-    *lse = (in_units >= global ? local : global + shift) + logf(total);
-    p.z[int64_t{head_index} * p.n + row] = isnan(total) ? total : z_global + expf(in_units);
-  }
+  if (lane == 0) *lse = base + logf(total);
 
   struct alignas(kElements * sizeof(Element)) Vector {
     Element x[kElements];
@@ -59,6 +51,24 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
     }
     *reinterpret_cast<Vector*>(o + c) = x;
   }
+}
+
+__global__ void __launch_bounds__(kThreads) denominators_kernel(const DenominatorParams p, const int64_t rows) {
+  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (index >= rows) return;
+  const int head_index = static_cast<int>(index / p.n), row = static_cast<int>(index % p.n);
+  const int batch = head_index / p.h, head = head_index % p.h;
+  float z = expf(head_of<float>(p.lse, p.lse_stride, batch, head)[row * p.lse_stride.token]);
+  if (p.has_decay && z < PolynomialScore::kSmallestSum) z = 0.f;
+  if (p.k_start.data != nullptr) {
+    const Stride& s = p.k_start.stride;
+    const int first = p.k_start.data[batch * s.batch + head / (p.h / p.hk) * s.head + row * s.token];
+    if (first > row + p.causal_offset) z = 0.f;
+  }
+  p.z[index] = z;
+  if (p.grad_z == nullptr) return;
+  const float grad = head_of<float>(p.grad_lse, p.grad_lse_stride, batch, head)[row * p.grad_lse_stride.token];
+  p.grad_z[index] = z == 0.f || isinf(z) ? 0.f : grad / z;
 }
 
 template <class Element, int kElements>
@@ -78,6 +88,11 @@ void launch_merge(const MergeParams& p, cudaStream_t stream) {
     if (p.aligned) launch<Element, 16 / sizeof(Element)>(p, stream);
     else launch<Element, 1>(p, stream);
   });
+}
+
+void launch_denominators(const DenominatorParams& p, cudaStream_t stream) {
+  const int64_t rows = int64_t{p.b} * p.h * p.n;
+  launch_kernel("denominators", denominators_kernel, grid_1d((rows + kThreads - 1) / kThreads), kThreads, 0, stream, p, rows);
 }
 
 }  // namespace fastmax

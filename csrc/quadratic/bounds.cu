@@ -43,7 +43,7 @@ __host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, i
 class DecayedBlocks {
  public:
   __device__ DecayedBlocks(const AttentionParams& p, int head, float fully_decayed)
-      : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.m), fully_decayed(fully_decayed) {}
+      : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.decay_tokens()), fully_decayed(fully_decayed) {}
 
   // The first key that is not fully decayed for the queries of this block.
   __device__ int k_start(int query) const {
@@ -65,7 +65,7 @@ class DecayedBlocks {
   __device__ int position(int query) const { return max(0, query + p.causal_offset); }
   // The pair of the first query and the last key decays least.
   __device__ bool is_left(int query_block, int key_block) const {
-    return decay(sums[position(query_block * kBlock)], sums[min(key_block * kBlock + kBlock, p.m) - 1]) >= fully_decayed;
+    return decay(sums[position(query_block * kBlock) + p.lag], sums[min(key_block * kBlock + kBlock, p.m) - 1]) >= fully_decayed;
   }
   // The first index below `end` from which on `holds` is true; `end` if there is none.
   template <class Holds>

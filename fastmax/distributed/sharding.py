@@ -46,7 +46,7 @@ _AXES = {
     **dict.fromkeys(("o_global", "z_global", "g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "kv_state", "k_sum", "new_kv_state", "new_k_sum"), _KEYS),
     **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "buffered", "saved"), _KEYS),
-    **dict.fromkeys(("finite", "shift", "pairs_of_states"), _KEYS),
+    **dict.fromkeys(("finite", "pairs_of_states"), _KEYS),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin", "places"), _SHARED),
     **dict.fromkeys(("conv_weight", "q_weight", "k_weight", "norm_weight"), _SHARED),
     **dict.fromkeys(("qkv", "recent", "q_rows", "k_rows", "v_rows"), _axes("b")),  # the heads of all three are in one dimension
@@ -103,7 +103,7 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
             raise ValueError(f"{name} must be on the mesh of {names[0]} {first.device_mesh}, got {tensors[name].device_mesh}")
     mesh = first.device_mesh
     queries = next((tensors[name] for name in ("q", "o", "log_decay", "positions") if name in tensors), first)
-    keys = next((tensors[name] for name in ("k", "shift") if name in tensors), queries)
+    keys = tensors.get("k", queries)
     if "q" in tensors and queries.dim() == 3:  # batch and heads are flattened
         batch, heads, kv_heads = tensors.get("attention_mask", keys).shape[0], 0, 0
     elif queries.dim() >= 3:
@@ -158,7 +158,7 @@ def _run(
     kwargs: dict | None = None,
     *,
     results: tuple[str, ...],
-) -> DTensor | tuple[DTensor, ...]:
+) -> DTensor | tuple[DTensor, ...] | None:
     """Runs an operator on the local shards of its DTensors. `results` names its results."""
     schema = operator._schema
     names = [argument.name for argument in schema.arguments]
@@ -180,6 +180,8 @@ def _run(
                 x = x.redistribute(placements=division.placements(name) if name in with_axes else replicated).to_local()
             local.append(x)
         out = operator(*local)
+        if out is None:
+            return None
         out = out if isinstance(out, tuple) else (out,)
         wrapped = []
         for name, x in zip(results, out, strict=True):

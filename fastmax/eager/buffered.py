@@ -93,7 +93,7 @@ def _read(
         is_local = is_visible & (place > at - exact_window)
         o_local, lse = softmax_of(torch.where(is_local.unsqueeze(2), s + log_factors.unsqueeze(2), -torch.inf), tokens)
         o_global, o = o, o_local.flatten(1, 2).unsqueeze(2)
-        merge_(o, lse.flatten(1, 2).unsqueeze(2), o_global, z.flatten(1, 2), None)
+        merge_(o, lse.flatten(1, 2).unsqueeze(2), o_global, z.flatten(1, 2))
     return o.to(q.dtype)
 
 

@@ -65,7 +65,7 @@ def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
     validation.check_exact_window_of(call.exact_window, q, k, None)
 
 
-def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Tensor | None) -> None:
+def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:
     """Checks the arguments of `merge_`."""
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
@@ -76,11 +76,6 @@ def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shif
     for name, x, written, read in (("o_global", "o", o, o_global), ("z_global", "lse", lse, z_global)):
         if written.untyped_storage().data_ptr() == read.untyped_storage().data_ptr() and read.numel() > 0:
             raise ValueError(f"{name} must not share memory with {x}, which is written over")
-    if shift is not None:
-        heads = shift.shape[1] if shift.dim() == 3 else 1
-        _check_tensor("shift", shift, (o.shape[0], heads, o.shape[2]), dtype, o, "o")
-        if o.shape[1] % heads if heads else o.shape[1]:
-            raise ValueError(f"shift must have a number of heads that divides o's {o.shape[1]}, got {heads}")
 
 
 def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:

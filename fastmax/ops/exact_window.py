@@ -123,7 +123,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, merge: 
     o, lse = attend(q, k, v, local_call(call))
     for part in global_keys(q, k, call):
         o_global, z_global = (part.turned(x) for x in attend(*part.operands(q, k, v), part.call))
-        merge(part.queries_of(o), part.queries_of(lse), o_global, z_global, None)
+        merge(part.queries_of(o), part.queries_of(lse), o_global, z_global)
     return o, lse
 
 

@@ -26,7 +26,7 @@ HOW_TO_BUILD = (
 MAX_HEAD_DIM = 256
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-SCHEMA_VERSION = 23  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
+SCHEMA_VERSION = 24  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
 _problem: str | None = "it was not loaded yet"
 

@@ -102,7 +102,7 @@ def _register(
         statistic: the name of the second result, the denominators `z` or their logarithms `lse`.
         forward, backward: implementations, called with `signature`, and `statistic`, before the arguments of the operator.
         flops: counts the operations of q, k, v, a call, and whether it is the backward.
-        kernel: `kernel_of` of `register`.
+        kernel: `kernel_of` and `covers` of `register`.
     """
 
     def forward_flops(q, k, v, *arguments, out_val=None) -> int:
@@ -155,7 +155,7 @@ def _exact_window_forward(signature, q, k, v, *arguments):
     _check(q, k, v, call, signature)
 
     def attend(q, k, v, call):
-        if call.lag > 0:
+        if call.lag > 0:  # the kernels of these calls are those of the whole
             return eager.forward(q, k, v, call, differentiable=False)
         operator = _part(call)
         tensors, options = operator.signature.flatten(call, arguments[-1])
@@ -196,6 +196,19 @@ def _exact_window_flops(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: b
     return total
 
 
+def _is_causal(*arguments) -> bool:
+    *_, causal, _algorithm, _window, _allow_tf32 = arguments
+    return causal
+
+
+# Without `causal`, the parts are calls of their own, which have kernels.
 _EXACT_WINDOW = _register(
-    "exact_window_", EXACT_WINDOW, "lse", _exact_window_forward, _exact_window_backward, _exact_window_flops
+    "exact_window_",
+    EXACT_WINDOW,
+    "lse",
+    _exact_window_forward,
+    _exact_window_backward,
+    _exact_window_flops,
+    kernel_of="q v",
+    covers=_is_causal,
 )

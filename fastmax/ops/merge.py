@@ -54,14 +54,14 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)
 
 
-def _merge_(o, lse, o_global, z_global, shift):
-    operator_checks.check_merge(o, lse, o_global, z_global, shift)
+def _merge_(o, lse, o_global, z_global):
+    operator_checks.check_merge(o, lse, o_global, z_global)
     with without_autocast(o):
-        return eager.merge_(o, lse, o_global, z_global, shift)
+        eager.merge_(o, lse, o_global, z_global)
 
 
-def _fake_merge_(o, lse, o_global, z_global, shift):
-    return z_global.new_empty(z_global.shape)
+def _fake_merge_(o, lse, o_global, z_global):
+    pass
 
 
 def _has_dense_rows(o, *arguments) -> bool:
@@ -69,7 +69,7 @@ def _has_dense_rows(o, *arguments) -> bool:
 
 
 merge_ = register(
-    "merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_global, Tensor z_global, Tensor? shift) -> (Tensor z)",
+    "merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_global, Tensor z_global) -> ()",
     _merge_,
     _fake_merge_,
     kernel_of="o",

@@ -59,7 +59,7 @@ void fill(AttentionParams& p) {
   p.order = integer("order", 2);
   p.a0 = static_cast<float>(number("a0", 1)), p.a1 = static_cast<float>(number("a1", 1));
   p.a2 = p.order == 2 ? static_cast<float>(number("a2", 0.5)) : 0.f;
-  p.causal = integer("causal", 0) != 0, p.causal_offset = p.m - p.n;
+  p.causal = integer("causal", 0) != 0, p.causal_offset = p.m - p.n, p.lag = integer("lag", 0);
   p.dropout = static_cast<float>(number("dropout", 0));
   const int left = integer("left", -1), right = integer("right", -1);
   p.left = left < 0 ? p.m : std::min(left, p.m);

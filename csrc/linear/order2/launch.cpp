@@ -114,9 +114,12 @@ class PhaseTensors {
 
   Decay decay(Decay d) const {
     if (!d) return d;
-    d.sums += int64_t{phase_.first_state} * d.tokens;
+    d.sums += int64_t{phase_.first_state} * d.stride;
     d.carries += int64_t{phase_.first_state} * d.chunks;
-    if (d.tiles != nullptr) d.tiles += int64_t{phase_.first_state} * d.tile_count;
+    if (d.tiles != nullptr) {
+      d.tiles += int64_t{phase_.first_state} * d.tile_count;
+      d.x_tiles += int64_t{phase_.first_state} * d.tile_count;
+    }
     d.first_chunk = phase_.first_row / phase_.problem.chunk;
     return d;
   }
@@ -306,7 +309,7 @@ struct DecayedRows {
   char *w = nullptr, *y = nullptr;
   float *e = nullptr, *factors = nullptr, *carries = nullptr;
   uint8_t *attended = nullptr, *whole = nullptr;
-  DecayTile* tiles = nullptr;
+  DecayTile *tiles = nullptr, *x_tiles = nullptr;
   char* sums = nullptr;
 
   DecayedRows(const AttentionParams& p, bool by_tiles, std::initializer_list<const LinearProblem*> problems, Workspace& workspace)
@@ -326,7 +329,9 @@ struct DecayedRows {
     if (by_tiles) {
       y = workspace.take<char>(rows * p.d * element_bytes(p));
       factors = workspace.take<float>(state_groups * kBoundary);
-      tiles = workspace.take<DecayTile>(state_groups * kBoundary / kDecayTile);
+      const int64_t count = state_groups * kBoundary / kDecayTile;
+      tiles = workspace.take<DecayTile>(count);
+      x_tiles = p.lag == 0 ? tiles : workspace.take<DecayTile>(count);
     } else {
       attended = workspace.take<uint8_t>(rows);
     }
@@ -337,7 +342,10 @@ struct DecayedRows {
   Decay fill(const AttentionParams& p, const StatePlan& plan, bool sums_rows, StateArgs& a, cudaStream_t stream) const {
     if (!has_decay(p)) return {};
     sums_rows = sums_rows && plan.needs_states();
-    Decay decay{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
+    Decay decay{};
+    decay.sums = p.decay_sums, decay.tokens = p.m, decay.stride = p.decay_tokens();
+    (plan.whole.time == Time::kForward ? decay.x_lag : decay.y_lag) = p.lag;
+    decay.origin = plan.whole.boundary, decay.carries = carries, decay.chunks = plan.whole.chunks;
     decay.bounds_alone = p.log_decay == nullptr;
     if (by_tiles) fill_tiles(plan.whole, sums_rows, decay, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
@@ -347,12 +355,12 @@ struct DecayedRows {
  private:
   void fill_tiles(const LinearProblem& problem, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
     const int heads = problem.state_heads * problem.y_group;
-    decay.tiles = tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
+    decay.tiles = tiles, decay.x_tiles = x_tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
     DecayTilesArgs args{};
     static_cast<LinearProblem&>(args) = problem;
     args.decay = decay;
     args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
-    args.tiles = tiles;
+    args.tiles = tiles, args.x_tiles = x_tiles;
     if (sums_rows) {
       args.factors = factors + problem.first_token_at(), args.e_head = int64_t{problem.groups()} * kBoundary;
       args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + problem.first_token_at();

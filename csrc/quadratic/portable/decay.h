@@ -1,5 +1,5 @@
-// Decay (decay/decay.h) in the portable quadratic main loops. The pair of query i and key j has the factor 2^decay(G_pos(i),
-// G_j).
+// Decay (decay/decay.h) in the portable quadratic main loops. The pair of query i and key j has the factor
+// 2^decay(G_(pos(i) + lag), G_j). With a lag, read G_pos(i) as G_(pos(i) + lag) below.
 //
 // A warp owns rows of one side and streams tiles of the other. Seen from its rows, a tile is separable or pairwise:
 //
@@ -36,12 +36,12 @@ struct DecaySums {
   const float2* sums;
 
   __device__ __forceinline__ DecaySums(const AttentionParams& p, int state)
-      : p(p), sums(p.decay_sums + static_cast<int64_t>(state) * p.m) {}
+      : p(p), sums(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens()) {}
 
   __device__ __forceinline__ bool has_decay() const { return p.decay_sums != nullptr; }
   __device__ __forceinline__ int position(int query) const { return max(0, min(query + p.causal_offset, p.m - 1)); }
   __device__ __forceinline__ float2 of_key(int key) const { return __ldg(sums + min(key, p.m - 1)); }
-  __device__ __forceinline__ float2 of_query(int query) const { return __ldg(sums + position(query)); }
+  __device__ __forceinline__ float2 of_query(int query) const { return __ldg(sums + position(query) + p.lag); }
 
   // The first tile of keys that is pairwise to the queries from `query` on; the tiles before it are separable.
   template <int kStream>
@@ -219,9 +219,9 @@ struct PairwiseDecay : DecayPairs<Score, PairwiseDecay<Score, kRowTiles, kOwnsQu
     const float2& token = e == 0 ? at.first : at.second;
     return Score::key_factor(kOwnsQueries ? decay(rows[i][half], token) : decay(token, rows[i][half]));
   }
-  // A pair of a token with itself does not decay.
+  // A pair of a token with itself does not decay, unless there is a lag.
   __device__ __forceinline__ void add_flow(const DecayedPair& pair, int i, int half, int key, int query) {
-    if (key != query + sums.p.causal_offset) flow[i][half] += pair.flow;
+    if (key != query + sums.p.causal_offset || sums.p.lag > 0) flow[i][half] += pair.flow;
   }
   template <class Scratch>
   __device__ __forceinline__ void finish_slab(const Scratch& scratch) const {

@@ -177,7 +177,7 @@ struct QuadraticBwdRows {
     if constexpr (Score::kHasLocalKeys) {
       differentiate_by_distance<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, p, streamed);
     } else {
-      differentiate_by_score<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, p.causal_offset, streamed);
+      differentiate_by_score<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, offset_of_own_key(p), streamed);
     }
   }
 

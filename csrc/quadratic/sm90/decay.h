@@ -1,4 +1,4 @@
-// Decay (decay/decay.h) in the main loops of Hopper. The pair of query i and key j has the factor 2^decay(G_pos(i), G_j).
+// Decay (decay/decay.h) in the main loops of Hopper. The pair of query i and key j has the factor 2^decay(G_(pos(i) + lag), G_j).
 //
 // Each tile of columns has a reference token: the last key of a tile of keys, the first query of a tile of queries. A pair's
 // factor is then a factor of the row times a factor of the column (softmax: a sum of exponents). The factors of the columns are
@@ -8,6 +8,7 @@
 // accurate for large sums.
 #pragma once
 
+#include <climits>
 #include <type_traits>
 
 #include "core/launch.h"
@@ -44,11 +45,15 @@ inline constexpr int kDecayTileBytes = kTile * static_cast<int>(sizeof(Column)) 
 
 // Return G of a token. Positions outside the sequence get the nearest token's G; their pairs have no weight.
 __device__ __forceinline__ float2 decay_sum_of_key(const AttentionParams& p, int state, int key) {
-  return ptx::load_global_here(p.decay_sums + static_cast<int64_t>(state) * p.m + max(0, min(key, p.m - 1)));
+  return ptx::load_global_here(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens() + max(0, min(key, p.m - 1)));
 }
 __device__ __forceinline__ float2 decay_sum_of_query(const AttentionParams& p, int state, int query) {
-  return decay_sum_of_key(p, state, query + p.causal_offset);
+  const int position = max(0, min(query + p.causal_offset, p.m - 1));
+  return ptx::load_global_here(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens() + position + p.lag);
 }
+
+// Position of the key whose pair with query 0 does not decay; with a lag there is none, and no key has this position.
+__device__ __forceinline__ int offset_of_own_key(const Problem& p) { return p.lag == 0 ? p.causal_offset : INT_MIN / 2; }
 
 // One block per tile and head, one thread per column. kOfKeys: factors of keys, with the tiles of key/value heads; else row
 // scores (b, h, rows_per_head) of queries multiplied by their factors.

@@ -450,13 +450,14 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           }
         }
         const bool before = key + Tile::kSlab <= chunk_row;
+        const int own_pair = a.decay.stride != a.decay.tokens ? 1 : 0;  // with a lag, a row's pair with its own token decays too
         for_each_pair<Tile::kSlab / 8>(
             x_sums, y_sums, before, [&](auto may_be_zero, int m, int half, int n, int i, float factor) {
               float &x = s[m][n][2 * half + i], &pair = u[m][n][2 * half + i];
               const int column = 8 * n + 2 * t + i;
               if constexpr (decltype(may_be_zero)::value) {
                 x = decayed(x, factor);
-                const bool counts = before || key + column < chunk_row + 16 * m + 8 * half + g;
+                const bool counts = before || key + column < chunk_row + 16 * m + 8 * half + g + own_pair;
                 own_pairs[m][half] += counts ? decayed(pair, factor) : 0.f;
               } else {
                 x *= factor;

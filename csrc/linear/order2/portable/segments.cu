@@ -10,9 +10,9 @@ namespace {
 __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a, const int64_t slot_floats) {
   const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= slot_floats) return;
+  const int state = static_cast<int>(index / (slot_floats / a.states()));
   // Decays a sum by the rows of a segment.
   const auto apply_decay = [&](float sum, int segment) {
-    const int state = static_cast<int>(index / (slot_floats / a.states()));
     const Work work = locate_segment(a, segment * a.states());
     return DecayFactor::of(a.decay.passing(a, state, a.decay.edge_after(a, work.begin), a.decay.edge_after(a, work.end)))(sum);
   };

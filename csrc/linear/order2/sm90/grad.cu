@@ -146,7 +146,7 @@ struct GradBlock {
     ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kDecayBytes);
     if constexpr (kDecayBytes != 0) {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-      ptx::bulk_load(x_decay_at(buffer), decay_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows)), kDecayBytes, barrier);
+      ptx::bulk_load(x_decay_at(buffer), x_decay_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows)), kDecayBytes, barrier);
     }
     RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
     RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
@@ -691,7 +691,7 @@ struct GradConsumer {
       return SharedDecayTile{b.x_decay_at(static_cast<int>(ptx::keep_in_register(tile.count)) % Tile::kXBuffers)};
     } else {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-      return GlobalDecayTile{decay_tile(a, state, a.seen_end(item.row + b.warpgroup * kTileRows))};
+      return GlobalDecayTile{x_decay_tile(a, state, a.seen_end(item.row + b.warpgroup * kTileRows))};
     }
   }
 
@@ -763,6 +763,7 @@ struct GradConsumer {
 #pragma unroll
       for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
       wgmma_commit();
+      [[maybe_unused]] const bool has_lag = a.decay.stride != a.decay.tokens;
       const auto weigh = [&](int j, [[maybe_unused]] const float (&factors)[2][2]) {
         float2 column_e = make_float2(0.f, 0.f);
         if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * c.t) * 4);
@@ -779,8 +780,8 @@ struct GradConsumer {
             if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
             if constexpr (kHasDecay) {
               centred *= factors[r][i];
-              // A row's pair with its own token does not decay, and is not in the sum.
-              if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
+              // Without a lag, a row's pair with its own token does not decay, and is not in the sum.
+              if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row || has_lag) ? fmaf(f, centred, pairs[r]) : pairs[r];
               f *= factors[r][i];
             }
             slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;

@@ -71,10 +71,13 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
 // Decays of a call: none; to 0 at the bounds of packed sequences; or of all rows.
 enum class DecayKind { kNone, kBounds, kDecays };
 
-// Decays of the 64 rows from a virtual row on.
+// Decays of the 64 rows of y from a virtual row on, and of the rows of x that see them as their last ones.
 __device__ __forceinline__ const DecayTile* decay_tile(const LinearProblem& p, int64_t state, int virtual_row) {
   static_assert(kTileRows == kDecayTile, "the same tiles");
   return p.decay.tiles + state * p.decay.tile_count + virtual_row / kDecayTile;
+}
+__device__ __forceinline__ const DecayTile* x_decay_tile(const LinearProblem& p, int64_t state, int virtual_row) {
+  return p.decay.x_tiles + state * p.decay.tile_count + virtual_row / kDecayTile;
 }
 // Decays of a tile of y that begins at a token.
 __device__ __forceinline__ const DecayTile* decay_tile_at(const LinearProblem& p, int64_t state, int token) {
@@ -128,7 +131,7 @@ __device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
 // Decays of a lane's pairs: its rows of x with rows 8 j + 2 t and the next of a tile of y.
 //   kOne              1
 //   kRowsAndColumns   a factor per row of x times one per row of y, with the tile's end between them. Rows of x within the tile are before
-//                     its end: their factors are above 1, and in range where no pair of the tile decays by more than 2^-64 (is_far)
+//                     its end: their factors may be above 1, and are in range where no pair of the tile decays by more than 2^-64 (is_far)
 //   kPairs            a factor per pair
 enum class PairFactors { kOne, kRowsAndColumns, kPairs };
 

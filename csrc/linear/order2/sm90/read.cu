@@ -93,8 +93,9 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
 }
 
 // Merges the local keys of a row (ReadArgs::local_lse) into the result of its global keys, as merge/merge.cu does. z and factor, by which
-// the row's accumulators are multiplied, become those of all keys. r: the half of the accumulator that has the row.
-template <int kCount>
+// the row's accumulators are multiplied, become those of all keys. r: the half of the accumulator that has the row. kHasDecay: a factor of
+// 0 gives 0, even of NaN and infinities.
+template <bool kHasDecay, int kCount>
 __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
                                           float (&acc)[kCount], int r) {
   const int t = static_cast<int>(ptx::keep_in_register(threadIdx.x)) % 4;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows:
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& x = acc[4 * j + 2 * r + i];
-      x = fmaf(of_local, i == 0 ? o.x : o.y, x * factor);
+      x = fmaf(of_local, i == 0 ? o.x : o.y, kHasDecay ? decayed(x, factor) : x * factor);
     }
   }
   factor = 1.f;
@@ -209,7 +210,7 @@ struct ReadBlock {
       const int row = item.row + tile_of(m) * kTileRows;
       if constexpr (kHasDecay) {
         const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-        ptx::bulk_load(x_decay(buffer, m).address, decay_tile(a, state, a.seen_end(row)), Tile::kDecayBytes, barrier);
+        ptx::bulk_load(x_decay(buffer, m).address, x_decay_tile(a, state, a.seen_end(row)), Tile::kDecayBytes, barrier);
       }
       RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
     }
@@ -661,9 +662,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
           if constexpr (!kHasDecay) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
           else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
-          if constexpr (!kHasDecay) {
-            if (a.local_lse.data != nullptr) join_local(a, here, x_row, z, factor[r], acc[m], r);
-          }
+          if (a.local_lse.data != nullptr) join_local<kHasDecay>(a, here, x_row, z, factor[r], acc[m], r);
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
       }

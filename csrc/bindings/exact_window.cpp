@@ -1,0 +1,227 @@
+// fastmax_cuda::exact_window_forward and exact_window_backward, causal: softmax attention to the local keys (flash.h), then attention with
+// the polynomial to the global keys, which is merged into it in place. Kernels that cannot merge write to memory of their own.
+//
+// The global keys are all keys but the last `exact_window`. They are the keys of a causal call for the last queries, each at the position
+// of the key `exact_window` tokens before it; a lag gives them the decays of the tokens between (Problem::lag).
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <climits>
+#include <string>
+#include <tuple>
+
+#include "bindings/attention.h"
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/flash.h"
+#include "bindings/layout.h"
+#include "bindings/merge.h"
+#include "bindings/operands.h"
+#include "bindings/run.h"
+#include "bindings/torch_abi.h"
+#include "merge/merge.h"
+
+namespace fastmax {
+namespace {
+
+struct Options {
+  double scale;
+  Polynomial polynomial;
+  const std::string& algorithm;
+  int64_t window;
+  bool allow_tf32;
+};
+
+void check(const AttentionInputs& x, const Options& options, bool causal) {
+  check_inputs(x, options.scale, causal);
+  check_options(x.q, x.v, kNotGiven, options.polynomial.order, options.algorithm);
+  FASTMAX_CHECK(options.window >= 1 && options.window <= INT_MAX, "exact_window must be at least 1, got ", options.window);
+  FASTMAX_CHECK(causal, "calls with exact_window need causal = True for the CUDA kernels");
+  check_kernels_cover(x);
+}
+
+// A view of some tokens.
+Tensor tokens(const Tensor& x, int64_t dim, int64_t begin, int64_t count) {
+  return torch::stable::narrow(const_cast<Tensor&>(x), dim, begin, count);
+}
+OptionalTensor tokens(const OptionalTensor& x, int64_t dim, int64_t begin, int64_t count) {
+  return x.has_value() ? OptionalTensor(tokens(*x, dim, begin, count)) : OptionalTensor();
+}
+
+// The call for the global keys. It keeps views of the tensors.
+struct GlobalKeys {
+  int64_t window, keys, queries, first_query;
+
+  GlobalKeys(const AttentionInputs& x, int64_t window)
+      : window(window),
+        keys(std::max<int64_t>(0, x.k.size(2) - window)),
+        queries(is_empty(x.q) || is_empty(x.k) ? 0 : std::min(x.q.size(2), keys)),
+        first_query(x.q.size(2) - queries) {}
+
+  bool exist() const { return queries > 0; }
+  Tensor of_queries(const Tensor& x) const { return tokens(x, 2, first_query, queries); }
+  OptionalTensor of_queries(const OptionalTensor& x) const { return tokens(x, 2, first_query, queries); }
+  Tensor of_keys(const Tensor& x) const { return tokens(x, 2, 0, keys); }
+};
+
+struct GlobalCall {
+  const GlobalKeys& part;
+  Tensor q, k, v;
+  OptionalTensor attention_mask, log_decay, k_start;
+  const Options& options;
+  AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, kNotGiven};
+  const Algorithm& algorithm;
+  Operands operands;
+
+  GlobalCall(const AttentionInputs& x, const GlobalKeys& part, const Options& options)
+      : part(part),
+        q(part.of_queries(x.q)),
+        k(part.of_keys(x.k)),
+        v(part.of_keys(x.v)),
+        attention_mask(tokens(x.attention_mask, 1, 0, part.keys)),
+        log_decay(x.log_decay),
+        k_start(part.of_queries(x.k_start)),
+        options(options),
+        algorithm(choose(options.algorithm, inputs, /*causal=*/true, options.polynomial.order)),
+        operands(inputs) {}
+  GlobalCall(const GlobalCall&) = delete;
+
+  void fill(AttentionParams& p) const {
+    operands.fill(p, options.scale, /*causal=*/true, kNoWindow, options.allow_tf32);
+    options.polynomial.fill(p);
+    p.lag = log_decay.has_value() ? static_cast<int>(part.window) : 0;
+  }
+  int device() const { return q.get_device_index(); }
+};
+
+// Computes attention to the global keys, and merges it into o and lse of the local keys.
+void join_global_keys(const GlobalCall& call, const Tensor& o, const Tensor& lse) {
+  FwdParams p{};
+  call.fill(p);
+  const Tensor z = empty_per_query(call.q);
+  if (is_aligned(o) && select(call.algorithm, p, Direction::kForward).joins_parts) {
+    p.o = o.data_ptr(), p.o_stride = stride_of(o);
+    p.z = static_cast<float*>(z.data_ptr());
+    p.local_lse = static_cast<float*>(lse.data_ptr()), p.local_lse_head = lse.stride(1);
+    return run("exact_window_forward", call.algorithm, p, call.device());
+  }
+  const Results results(call.q, call.v, call.operands, z);
+  results.fill(p);
+  run("exact_window_forward", call.algorithm, p, call.device());
+  merge(o, lse, results.o.result(), z);
+}
+
+// The denominators of the global keys' backward, and the gradient of them.
+struct Denominators {
+  Tensor z;
+  OptionalTensor grad_z;
+
+  Denominators(const GlobalCall& call, const Tensor& lse, const OptionalTensor& grad_lse) : z(empty_per_query(call.q)) {
+    if (grad_lse.has_value()) grad_z = empty_per_query(call.q);
+    DenominatorParams p{};
+    p.b = static_cast<int>(call.q.size(0)), p.h = static_cast<int>(call.q.size(1)), p.hk = static_cast<int>(call.k.size(1));
+    p.n = static_cast<int>(call.part.queries), p.causal_offset = static_cast<int>(call.part.keys - call.part.queries);
+    p.has_decay = call.log_decay.has_value();
+    p.lse = static_cast<const float*>(lse.data_ptr()), p.lse_stride = stride_of(lse);
+    p.k_start = Operands::bounds(call.k_start);
+    p.z = static_cast<float*>(z.data_ptr());
+    if (grad_lse.has_value()) {
+      p.grad_lse = static_cast<const float*>(grad_lse->data_ptr()), p.grad_lse_stride = stride_of(*grad_lse);
+      p.grad_z = static_cast<float*>(grad_z->data_ptr());
+    }
+    launch_denominators(p, current_stream(call.device()));
+  }
+};
+
+// Adds x to sum in place.
+void add(const Tensor& x, const Tensor& sum) {
+  Tensor written = sum;
+  torch::stable::copy_(written, torch::stable::subtract(sum, x, /*alpha=*/-1.));
+}
+
+struct InputGradients {
+  Tensor q, k, v, log_decay;
+};
+
+// Adds the gradients through the global keys to those through the local keys.
+void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor& grad_o, const Denominators& denominators,
+                          const InputGradients& sums) {
+  BwdParams p{};
+  call.fill(p);
+  const bool writable = is_aligned(sums.q) && is_aligned(sums.k) && is_aligned(sums.v);
+  if (writable && select(call.algorithm, p, Direction::kBackward).joins_parts) {
+    const Gradients gradients({Output(sums.q), Output(sums.k), Output(sums.v)}, call.operands, o, grad_o, denominators.z,
+                              denominators.grad_z);
+    gradients.fill(p);
+    if (p.log_decay != nullptr) p.grad_log_decay = static_cast<float*>(sums.log_decay.data_ptr());
+    p.adds = true;
+    return run("exact_window_backward", call.algorithm, p, call.device());
+  }
+  const Gradients gradients(call.q, call.k, call.v, call.operands, o, grad_o, denominators.z, denominators.grad_z);
+  gradients.fill(p);
+  run("exact_window_backward", call.algorithm, p, call.device());
+  add(gradients.grad_q.result(), sums.q), add(gradients.grad_k.result(), sums.k), add(gradients.grad_v.result(), sums.v);
+  if (p.log_decay != nullptr) add(gradients.grad_log_decay, sums.log_decay);
+}
+
+std::tuple<Tensor, Tensor> forward_by_parts(const AttentionInputs& x, const Options& options) {
+  const auto [o, lse] = flash_forward(x.q, x.k, x.v, x.attention_mask, x.log_decay, x.k_start, x.k_end, options.scale, /*causal=*/true,
+                                      /*left=*/options.window - 1, /*right=*/-1, options.allow_tf32);
+  const GlobalKeys part(x, options.window);
+  if (part.exist()) join_global_keys(GlobalCall(x, part, options), part.of_queries(o), part.of_queries(lse));
+  return {o, lse};
+}
+
+InputGradients backward_by_parts(const AttentionInputs& x, const Options& options, const Tensor& grad_o, const OptionalTensor& grad_lse,
+                                 const Tensor& o, const Tensor& lse) {
+  const auto [grad_q, grad_k, grad_v, grad_log_decay] =
+      flash_backward(grad_o, grad_lse, x.q, x.k, x.v, o, lse, x.attention_mask, x.log_decay, x.k_start, x.k_end, options.scale,
+                     /*causal=*/true, /*left=*/options.window - 1, /*right=*/-1, options.allow_tf32);
+  const GlobalKeys part(x, options.window);
+  if (part.exist()) {
+    const GlobalCall call(x, part, options);
+    const Denominators denominators(call, part.of_queries(lse), part.of_queries(grad_lse));
+    add_global_gradients(call, part.of_queries(o), part.of_queries(grad_o), denominators,
+                         {part.of_queries(grad_q), part.of_keys(grad_k), part.of_keys(grad_v), grad_log_decay});
+  }
+  return {grad_q, grad_k, grad_v, grad_log_decay};
+}
+
+std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask,
+                                                const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                const OptionalTensor& k_end, double scale, double a0, double a1, double a2,
+                                                int64_t order, bool causal, const std::string& algorithm, int64_t exact_window,
+                                                bool allow_tf32) {
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
+  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, k_end};
+  const Options options{scale, {a0, a1, a2, order}, algorithm, exact_window, allow_tf32};
+  check(inputs, options, causal);
+  return forward_by_parts(inputs, options);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> exact_window_backward(
+    const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+    const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start,
+    const OptionalTensor& k_end, double scale, double a0, double a1, double a2, int64_t order, bool causal, const std::string& algorithm,
+    int64_t exact_window, bool allow_tf32) {
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
+  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, k_end};
+  const Options options{scale, {a0, a1, a2, order}, algorithm, exact_window, allow_tf32};
+  check(inputs, options, causal);
+  check_results(q, v, o, grad_o, "lse", lse);
+  check_float("lse", lse);
+  if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q), check_float("grad_lse", *grad_lse);
+  const InputGradients grads = backward_by_parts(inputs, options, grad_o, grad_lse, o, lse);
+  return {grads.q, grads.k, grads.v, grads.log_decay};
+}
+
+}  // namespace
+}  // namespace fastmax
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
+  m.impl("exact_window_forward", TORCH_BOX(&fastmax::exact_window_forward));
+  m.impl("exact_window_backward", TORCH_BOX(&fastmax::exact_window_backward));
+}
