@@ -1,5 +1,7 @@
-// fastmax_cuda::exact_window_forward and exact_window_backward, causal: softmax attention to the local keys (flash.h), then attention with
-// the polynomial to the global keys, which is merged into it in place. Kernels that cannot merge write to memory of their own.
+// fastmax_cuda::exact_window_forward and exact_window_backward, causal. Where the algorithm is quadratic, some architectures have kernels
+// that compute local and global keys in one pass. Other calls are computed in two parts: softmax attention to the local keys (flash.h),
+// then attention with the polynomial to the global keys, which is merged into it in place. Kernels that cannot merge write to memory of
+// their own.
 //
 // The global keys are all keys but the last `exact_window`. They are the keys of a causal call for the last queries, each at the position
 // of the key `exact_window` tokens before it; a lag gives them the decays of the tokens between (Problem::lag).
@@ -10,6 +12,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -23,6 +26,7 @@
 #include "bindings/run.h"
 #include "bindings/torch_abi.h"
 #include "merge/merge.h"
+#include "quadratic/algorithm.h"
 
 namespace fastmax {
 namespace {
@@ -42,6 +46,49 @@ void check(const AttentionInputs& x, const Options& options, bool causal) {
   FASTMAX_CHECK(causal, "calls with exact_window need causal = True for the CUDA kernels");
   check_kernels_cover(x);
 }
+
+// ---- in one pass
+
+// Fills the params of one pass and returns whether there are kernels for it.
+bool fill_one_pass(AttentionParams& p, const AttentionInputs& x, const Operands& operands, const Options& options, Direction direction) {
+  if (&choose(options.algorithm, x, /*causal=*/true, options.polynomial.order) != &kQuadraticAlgorithm) return false;
+  operands.fill(p, options.scale, /*causal=*/true, kNoWindow, options.allow_tf32);
+  options.polynomial.fill(p);
+  p.exact_window = static_cast<int>(std::min<int64_t>(options.window, p.m));  // no query is further behind a key than m - 1
+  return find(kExactWindowAlgorithm, p, direction) != nullptr;
+}
+
+// Returns o and lse, or nothing if there are no kernels for the call.
+std::optional<std::tuple<Tensor, Tensor>> forward_in_one_pass(const AttentionInputs& x, const Options& options) {
+  if (is_empty(x.q) || is_empty(x.k) || is_empty(x.v)) return std::nullopt;
+  const Operands operands(x);
+  FwdParams p{};
+  if (!fill_one_pass(p, x, operands, options, Direction::kForward)) return std::nullopt;
+  const Tensor lse = empty_per_query(x.q);
+  const Results results(x.q, x.v, operands, lse);
+  results.fill(p);
+  run("exact_window_forward", kExactWindowAlgorithm, p, x.q.get_device_index());
+  return std::tuple(results.o.result(), lse);
+}
+
+struct InputGradients {
+  Tensor q, k, v, log_decay;
+};
+
+// Returns the gradients, or nothing if there are no kernels for the call.
+std::optional<InputGradients> backward_in_one_pass(const AttentionInputs& x, const Options& options, const Tensor& grad_o,
+                                                   const OptionalTensor& grad_lse, const Tensor& o, const Tensor& lse) {
+  if (is_empty(x.q) || is_empty(x.k) || is_empty(x.v)) return std::nullopt;
+  const Operands operands(x);
+  BwdParams p{};
+  if (!fill_one_pass(p, x, operands, options, Direction::kBackward)) return std::nullopt;
+  const Gradients gradients(x.q, x.k, x.v, operands, o, grad_o, lse, grad_lse);
+  gradients.fill(p);
+  run("exact_window_backward", kExactWindowAlgorithm, p, x.q.get_device_index());
+  return InputGradients{gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
+}
+
+// ---- in parts
 
 // A view of some tokens.
 Tensor tokens(const Tensor& x, int64_t dim, int64_t begin, int64_t count) {
@@ -142,10 +189,6 @@ void add(const Tensor& x, const Tensor& sum) {
   torch::stable::copy_(written, torch::stable::subtract(sum, x, /*alpha=*/-1.));
 }
 
-struct InputGradients {
-  Tensor q, k, v, log_decay;
-};
-
 // Adds the gradients through the global keys to those through the local keys.
 void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor& grad_o, const Denominators& denominators,
                           const InputGradients& sums) {
@@ -199,6 +242,7 @@ std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k
   const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, k_end};
   const Options options{scale, {a0, a1, a2, order}, algorithm, exact_window, allow_tf32};
   check(inputs, options, causal);
+  if (auto results = forward_in_one_pass(inputs, options)) return *results;
   return forward_by_parts(inputs, options);
 }
 
@@ -214,8 +258,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exact_window_backward(
   check_results(q, v, o, grad_o, "lse", lse);
   check_float("lse", lse);
   if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q), check_float("grad_lse", *grad_lse);
-  const InputGradients grads = backward_by_parts(inputs, options, grad_o, grad_lse, o, lse);
-  return {grads.q, grads.k, grads.v, grads.log_decay};
+  std::optional<InputGradients> grads = backward_in_one_pass(inputs, options, grad_o, grad_lse, o, lse);
+  if (!grads.has_value()) grads = backward_by_parts(inputs, options, grad_o, grad_lse, o, lse);
+  return {grads->q, grads->k, grads->v, grads->log_decay};
 }
 
 }  // namespace
