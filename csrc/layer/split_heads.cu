@@ -74,17 +74,17 @@ struct Turn {
   }
 
   __device__ __forceinline__ void load(const float* row, int t, float (&x)[kElements], float otherwise) const {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) x[i] = otherwise;
     const float* source = row + int64_t{t} * rotated;
     if (aligned) {
-      if (column >= rotated) return;
 #pragma unroll
       for (int i = 0; i < kElements; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(source + i);
+        float4 four = make_float4(otherwise, otherwise, otherwise, otherwise);
+        if (column < rotated) four = *reinterpret_cast<const float4*>(source + i);
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
       }
     } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) x[i] = otherwise;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         if (column + i < rotated) x[i] = source[i];
@@ -139,28 +139,8 @@ struct Turn {
   }
 };
 
-// The convolution at a token. window[s] is the s-th token before it; only `place` tokens before it are of its sequence.
-template <int kWidth, int kElements, class WeightOf, class WindowOf>
-__device__ __forceinline__ void convolve(float (&u)[kElements], int width, int place, const WeightOf& weight, const WindowOf& window) {
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) u[i] = window(0, i) * weight(0, i);
-  if (kWidth < kMaxConvolution && place >= kWidth - 1) {
-#pragma unroll
-    for (int s = 1; s < kWidth; ++s) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) u[i] = fmaf(window(s, i), weight(s, i), u[i]);
-    }
-  } else {
-#pragma unroll
-    for (int s = 1; s < kWidth; ++s) {
-      if (s >= width || s > place) continue;
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) u[i] = fmaf(window(s, i), weight(s, i), u[i]);
-    }
-  }
-}
-
-template <class Element, int kWidth>
+// kPacked: there are places. Kernels of wide convolutions ask for them in any case.
+template <class Element, int kWidth, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
     split_heads_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr int kStages = sizeof(Element) == 2 ? 8 : 4;
@@ -171,14 +151,15 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
   const HeadGroup& group = p.groups[at.group];
   const int channel = group.first_channel + at.head * group.width + at.column, width = width_of<kWidth>(p);
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
-  const float over_width = 1.f / group.width;
+  const HeadMean mean(at.lanes, group.width);
   const Tokens<Element> tokens(p, at, channel);
   const Turn<kElements> turn(p, at, partners[threadIdx.x / 32]);
 
+  const Element* next = tokens.x + at.begin * p.x_token;  // of the token that is copied next
   const auto copy = [&](int t) {
-    const Element* source = at.exists && t < at.end ? tokens.find(t) : nullptr;
-    ring.copy(t - at.begin, 0, source == nullptr ? static_cast<const Element*>(p.x) : source, source != nullptr);
+    if (t < at.end) ring.copy(t - at.begin, 0, next, at.exists);
     ptx::cp_async_commit();
+    next += p.x_token;
   };
   for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
 
@@ -215,16 +196,22 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
     }
     ring.read(t - at.begin, 0, window[0]);
     copy(t + kStages - 1);
+    const int place = kPacked ? place_of(p, t) : INT_MAX;
     float u[kElements];
-    convolve<kWidth>(
-        u, width, kWidth == 1 ? INT_MAX : place_of(p, t), [&](int s, int i) { return weight[s][i]; },
-        [&](int s, int i) { return window[s][i]; });
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) u[i] = window[0][i] * weight[0][i];
+#pragma unroll
+    for (int s = 1; s < kWidth; ++s) {
+      if (s >= width || (kPacked && s > place)) continue;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) u[i] = fmaf(window[s][i], weight[s][i], u[i]);
+    }
     if (is_normalized) {
       float sum[1] = {0.f};
 #pragma unroll
       for (int i = 0; i < kElements; ++i) sum[0] = fmaf(u[i], u[i], sum[0]);
-      sum_over_head(sum, at.lanes);
-      const float scale = rsqrtf(fmaf(sum[0], over_width, group.eps));
+      mean.of(sum);
+      const float scale = rsqrtf(sum[0] + group.eps);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) u[i] *= scale * gain[i];
     }
@@ -251,7 +238,7 @@ struct Workspace {
 // With z the convolution, r = 1 / rms(z) and y = r gain z, the gradient of z is r (h - z r^2 mean(h . z)) for h = gain grad y.
 // Token t - s of x has weight s in token t, so its gradient is complete when the walk is width - 1 tokens further.
 // kElements: columns of a lane.
-template <class Element, int kWidth, int kElements, int kThreads, int kBlocks>
+template <class Element, int kWidth, bool kPacked, int kElements, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     split_heads_backward_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr bool kIsWide = kWidth == kMaxConvolution;  // not all fits into registers
@@ -269,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int channel = group.first_channel + at.head * group.width + at.column, width = width_of<kWidth>(p);
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
   const bool has_grad = at.exists && group.grad != nullptr;
-  const float over_width = 1.f / group.width;
+  const HeadMean mean(at.lanes, group.width);
   const Tokens<Element> tokens(p, at, channel);
   const Turn<kElements> turn(p, at, partners[threadIdx.x / 32]);
   const Element* grad_rows = static_cast<const Element*>(group.grad) + at.batch * group.grad_stride.batch +
@@ -278,16 +265,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   // Slots are counted from the first token that a wide window has before the strip.
   const int base = at.begin - (kIsWide ? kWidth - 1 : 0);
+  if constexpr (kIsWide) {
+    for (int t = base; t < at.begin; ++t) {
+      const Element* source = at.exists ? tokens.find(t) : nullptr;
+      x_ring.copy(t - base, 0, source, source != nullptr);
+      ptx::cp_async_commit();
+    }
+  }
+  const Element *next_x = tokens.x + at.begin * p.x_token, *next_grad = grad_rows + at.begin * group.grad_stride.token;
   const auto copy = [&](int t) {
-    const Element* source = at.exists && t < last ? tokens.find(t) : nullptr;
-    x_ring.copy(t - base, 0, source == nullptr ? static_cast<const Element*>(p.x) : source, source != nullptr);
-    if (t >= at.begin) {
-      const bool exists = has_grad && t < last;
-      grad_ring.copy(t - base, 0, exists ? grad_rows + t * group.grad_stride.token : static_cast<const Element*>(p.x), exists);
+    if (t < last) {
+      x_ring.copy(t - base, 0, next_x, at.exists);
+      grad_ring.copy(t - base, 0, next_grad, has_grad);
     }
     ptx::cp_async_commit();
+    next_x += p.x_token, next_grad += group.grad_stride.token;
   };
-  for (int t = base; t < at.begin + kAhead; ++t) copy(t);
+  for (int t = at.begin; t < at.begin + kAhead; ++t) copy(t);
 
   constexpr int kHeld = kIsWide ? 1 : kWidth;  // weights and tokens of the window in registers
   float weights[kHeld][kElements], window[kHeld][kElements], gains[kElements];
@@ -339,12 +333,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       for (int i = 0; i < kElements; ++i) partial(s, i) = 0.f;
     }
   }
-  Element* out = static_cast<Element*>(p.grad_x) + int64_t{at.batch} * p.n * p.channels + channel;
+  // Of the token whose gradient the next step completes, width - 1 before the first one at first.
+  Element* out = static_cast<Element*>(p.grad_x) + (int64_t{at.batch} * p.n + at.begin - (width - 1)) * p.channels + channel;
   Element* out_recent = p.grad_recent == nullptr || at.begin > 0
                             ? nullptr
                             : static_cast<Element*>(p.grad_recent) + int64_t{at.batch} * (width - 1) * p.channels + channel;
-#pragma unroll kWidth <= 4 ? 4 : 1
-  for (int t = at.begin; t < at.end + width - 1; ++t) {
+  // One token of the walk. kInside: it is of the strip, and so is the token whose gradient it completes.
+  const auto step = [&](int t, auto inside) {
+    constexpr bool kInside = decltype(inside)::value;
     ptx::cp_async_wait<kAhead - 1>();
     float x[kElements], u[kElements], grad[kElements];
     x_ring.read(t - base, 0, x);
@@ -359,22 +355,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
       for (int i = 0; i < kElements; ++i) window[0][i] = x[i];
     }
-    const int place = kWidth == 1 || t >= p.n ? INT_MAX : place_of(p, t);
+    const int place = kPacked && t < p.n ? place_of(p, t) : INT_MAX;
     const auto for_window = [&](const auto& function) {  // calls function(s, x) for the tokens of the sequence in the window
 #pragma unroll
       for (int s = 0; s < kWidth; ++s) {
         if constexpr (kIsWide) {
-          if (s >= width || s > place) continue;
+          if (s >= width || (kPacked && s > place)) continue;
           float earlier[kElements];
           x_ring.read(t - base - s, 0, earlier);
           function(s, earlier);
         } else {
-          if (s > place) continue;
+          if (kPacked && s > place) continue;
           function(s, window[s]);
         }
       }
     };
-    if (t >= p.n) {  // there is no such token; gradients of earlier ones are still to be stored
+    if (!kInside && t >= p.n) {  // there is no such token; gradients of earlier ones are still to be stored
 #pragma unroll
       for (int i = 0; i < kElements; ++i) u[i] = 0.f;
     } else {
@@ -392,11 +388,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
           sums[0] = fmaf(u[i], u[i], sums[0]);
           sums[1] = fmaf(grad[i] * gain(i), u[i], sums[1]);
         }
-        sum_over_head(sums, at.lanes);
-        const float scale = rsqrtf(fmaf(sums[0], over_width, group.eps)), along = scale * scale * sums[1] * over_width;
+        mean.of(sums);
+        const float scale = rsqrtf(sums[0] + group.eps), along = scale * scale * sums[1];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          if (t < at.end) of_gain[i] = fmaf(grad[i], u[i] * scale, of_gain[i]);
+          if (kInside || t < at.end) of_gain[i] = fmaf(grad[i], u[i] * scale, of_gain[i]);
           u[i] = scale * fmaf(-along, u[i], grad[i] * gain(i));
         }
       } else {
@@ -405,7 +401,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     // u is now the gradient of the convolution at t.
-    if (kWidth > 1 && t < at.end) {
+    if (kWidth > 1 && (kInside || t < at.end)) {
       for_window([&](int s, const float(&earlier)[kElements]) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) of_weights[s][i] = fmaf(u[i], earlier[i], of_weights[s][i]);
@@ -417,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int s = 1; s < kWidth; ++s) {
       if (kIsWide && s >= width) break;
-      const bool reaches = s <= place;
+      const bool reaches = !kPacked || s <= place;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         float& earlier = partial(s - 1, i);
@@ -426,12 +422,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     const int token = t - (width - 1);  // whose gradient is done
-    if (at.exists && token >= at.begin) {
-      Slice<Element, kElements>::store(out + int64_t{token} * p.channels, done);
-    } else if (at.exists && out_recent != nullptr) {  // width - 1 tokens before the first
+    if (at.exists && (kInside || token >= at.begin)) {
+      Slice<Element, kElements>::store(out, done);
+    } else if (!kInside && at.exists && out_recent != nullptr) {  // width - 1 tokens before the first
       Slice<Element, kElements>::store(out_recent + int64_t{token - at.begin + width - 1} * p.channels, done);
     }
-  }
+    out += p.channels;
+  };
+  int t = at.begin;
+#pragma unroll 1
+  for (; t < min(at.begin + width - 1, at.end); ++t) step(t, std::false_type());
+#pragma unroll kWidth <= 4 ? 4 : 1
+  for (; t < at.end; ++t) step(t, std::true_type());
+#pragma unroll 1
+  for (; t < at.end + width - 1; ++t) step(t, std::false_type());
 
   const Workspace workspace(p);
   if (kWidth > 1 && at.exists) {
@@ -454,23 +458,31 @@ unsigned blocks(const SplitHeadsParams& p, int threads) {
   return grid_1d((p.strips.warps + warps - 1) / warps);
 }
 
+// Calls function(std::bool_constant<whether there are places>()).
+template <class Function>
+void with_packed(const SplitHeadsParams& p, const Function& function) {
+  p.places == nullptr ? function(std::false_type()) : function(std::true_type());
+}
+
 }  // namespace
 
 template <class Math>
 void SplitHeads<Math>::forward(SplitHeadsParams p, cudaStream_t stream) {
   using Element = typename Math::Element;
-  const auto launch = [&](auto width) {
+  const auto launch = [&](auto width, auto packed) {
     const int warps = p.sm_count * kForwardBlocks<Element, width> * kThreads / 32;
     divide(p.groups, 3, p.strips, p.b, p.n, kElements, warps, p.width + 3);
-    launch_kernel("split_heads", split_heads_kernel<Element, width>, blocks(p, kThreads), kThreads, 0, stream, p);
+    launch_kernel("split_heads", split_heads_kernel<Element, width, packed>, blocks(p, kThreads), kThreads, 0, stream, p);
   };
-  switch (p.width) {
-    case 1: return launch(std::integral_constant<int, 1>());
-    case 2: return launch(std::integral_constant<int, 2>());
-    case 3: return launch(std::integral_constant<int, 3>());
-    case 4: return launch(std::integral_constant<int, 4>());
-    default: return launch(std::integral_constant<int, kMaxConvolution>());
-  }
+  with_packed(p, [&](auto packed) {
+    switch (p.width) {
+      case 1: return launch(std::integral_constant<int, 1>(), std::false_type());
+      case 2: return launch(std::integral_constant<int, 2>(), packed);
+      case 3: return launch(std::integral_constant<int, 3>(), packed);
+      case 4: return launch(std::integral_constant<int, 4>(), packed);
+      default: return launch(std::integral_constant<int, kMaxConvolution>(), std::true_type());
+    }
+  });
 }
 
 template <class Math>
@@ -493,20 +505,20 @@ int64_t SplitHeads<Math>::backward(SplitHeadsParams p, cudaStream_t stream, bool
     launch_column_sums(sums, 3, p.math, stream);
   };
   const int widest = p.groups[0].width > p.groups[2].width ? p.groups[0].width : p.groups[2].width;
-  if (p.width > 4 || (widest > 128 && p.width > 1 && p.width < 4)) {
-    launch(split_heads_backward_kernel<Element, kMaxConvolution, 8, 32, 1>, 8, 32, 6);
-  } else if (widest > 128) {
-    if (p.width == 1) launch(split_heads_backward_kernel<Element, 1, 8, 64, 4>, 8, 64, 4);
-    else launch(split_heads_backward_kernel<Element, 4, 8, 64, 4>, 8, 64, 4);
-  } else {
-    constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;
-    switch (p.width) {
-      case 1: launch(split_heads_backward_kernel<Element, 1, 4, 128, kBlocks>, 4, 128, kBlocks); break;
-      case 2: launch(split_heads_backward_kernel<Element, 2, 4, 128, kBlocks>, 4, 128, kBlocks); break;
-      case 3: launch(split_heads_backward_kernel<Element, 3, 4, 128, 3>, 4, 128, 3); break;
-      default: launch(split_heads_backward_kernel<Element, 4, 4, 128, 3>, 4, 128, 3); break;
+  constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;
+  with_packed(p, [&](auto packed) {
+    if (p.width > 4 || (widest > 128 && p.width > 1 && p.width < 4)) {
+      return launch(split_heads_backward_kernel<Element, kMaxConvolution, true, 8, 32, 1>, 8, 32, 6);
     }
-  }
+    if (widest > 128 && p.width == 1) return launch(split_heads_backward_kernel<Element, 1, false, 8, 64, 4>, 8, 64, 4);
+    if (widest > 128) return launch(split_heads_backward_kernel<Element, 4, true, 8, 64, 4>, 8, 64, 4);
+    switch (p.width) {
+      case 1: return launch(split_heads_backward_kernel<Element, 1, false, 4, 128, kBlocks>, 4, 128, kBlocks);
+      case 2: return launch(split_heads_backward_kernel<Element, 2, packed, 4, 128, kBlocks>, 4, 128, kBlocks);
+      case 3: return launch(split_heads_backward_kernel<Element, 3, packed, 4, 128, 3>, 4, 128, 3);
+      default: return launch(split_heads_backward_kernel<Element, 4, packed, 4, 128, 3>, 4, 128, 3);
+    }
+  });
   return floats;
 }
 
