@@ -22,15 +22,17 @@ __device__ __forceinline__ float sigmoid(float x) {
   else return 1.f / (1.f + expf(-x));
 }
 
-// What both directions read of o and of the gate.
+// What both directions read of o and of the gate. A lane without columns has valid addresses that it does not read.
 template <class Element>
 struct Rows {
   const Element *o, *gate;  // gate is null if there is none
 
   __device__ __forceinline__ Rows(const JoinHeadsParams& p, const Place& at)
-      : o(static_cast<const Element*>(p.o) + at.batch * p.o_stride.batch + at.head * p.o_stride.head + at.column),
-        gate(p.gate == nullptr ? nullptr
-                               : static_cast<const Element*>(p.gate) + at.batch * p.gate_batch + at.head * p.group.width + at.column) {}
+      : o(static_cast<const Element*>(p.o)), gate(static_cast<const Element*>(p.gate)) {
+    if (!at.exists) return;
+    o += at.batch * p.o_stride.batch + at.head * p.o_stride.head + at.column;
+    if (gate != nullptr) gate += at.batch * p.gate_batch + at.head * p.group.width + at.column;
+  }
 };
 
 template <class Element>
@@ -93,7 +95,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_backwar
   const HeadMean mean(at.lanes, width);
   const Rows<Element> rows(p, at);
   const Stride& grad_stride = p.group.grad_stride;
-  const Element* grad_rows = static_cast<const Element*>(p.group.grad) + at.batch * grad_stride.batch + at.head * grad_stride.head + at.column;
+  const Element* grad_rows = static_cast<const Element*>(p.group.grad);
+  if (at.exists) grad_rows += at.batch * grad_stride.batch + at.head * grad_stride.head + at.column;
   const auto copy = [&](int t) {
     if (t < at.end) {
       ring.copy(t - at.begin, 0, rows.o + t * p.o_stride.token, at.exists);

@@ -55,11 +55,11 @@ struct Tokens {
 };
 
 // Rotation of the first p.rotated columns of a head, of which a lane has kElements.
-template <int kElements>
+template <int kElements, bool kGeneral>
 struct Turn {
   const float *cos, *sin;  // of the lane's first column in token 0
   int rotated, column, partner;
-  bool aligned;  // all columns of a lane have their partners in one other lane
+  bool is_aligned;  // all columns of a lane have their partners in one other lane
   float* buffer;  // of the warp, 32 kElements floats; where the partners are in several lanes
 
   __device__ __forceinline__ Turn(const SplitHeadsParams& p, const Place& at, float* buffer)
@@ -67,7 +67,7 @@ struct Turn {
         sin(p.sin + at.batch * p.rotation_batch + at.column),
         rotated(p.rotated),
         column(at.column),
-        aligned(p.rotated % (2 * kElements) == 0),
+        is_aligned(!kGeneral || p.rotated % (2 * kElements) == 0),
         buffer(buffer) {
     const int half = rotated / 2, lane = threadIdx.x % 32;
     partner = column >= rotated ? lane : column < half ? lane + half / kElements : lane - half / kElements;
@@ -75,7 +75,7 @@ struct Turn {
 
   __device__ __forceinline__ void load(const float* row, int t, float (&x)[kElements], float otherwise) const {
     const float* source = row + int64_t{t} * rotated;
-    if (aligned) {
+    if (!kGeneral || is_aligned) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4) {
         float4 four = make_float4(otherwise, otherwise, otherwise, otherwise);
@@ -94,7 +94,7 @@ struct Turn {
 
   // Replaces each rotated column by its partner; other columns become zero. All lanes of the warp take part.
   __device__ __forceinline__ void exchange(float (&x)[kElements]) const {
-    if (aligned) {
+    if (!kGeneral || is_aligned) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         const float other = __shfl_sync(~0u, x[i], partner);
@@ -139,8 +139,8 @@ struct Turn {
   }
 };
 
-// kPacked: there are places. Kernels of wide convolutions ask for them in any case.
-template <class Element, int kWidth, bool kPacked>
+// kGeneral: there may be places, and rotated channels whose halves are not made of whole lanes.
+template <class Element, int kWidth, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
     split_heads_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr int kStages = sizeof(Element) == 2 ? 8 : 4;
@@ -149,11 +149,11 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
   const Place at = place_of_lane<kElements, kThreads>(p.groups, 3, p.strips, p.n);
   if (at.is_idle) return;
   const HeadGroup& group = p.groups[at.group];
-  const int channel = group.first_channel + at.head * group.width + at.column, width = width_of<kWidth>(p);
+  const int channel = at.exists ? group.first_channel + at.head * group.width + at.column : 0, width = width_of<kWidth>(p);
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
   const HeadMean mean(at.lanes, group.width);
   const Tokens<Element> tokens(p, at, channel);
-  const Turn<kElements> turn(p, at, partners[threadIdx.x / 32]);
+  const Turn<kElements, kGeneral> turn(p, at, partners[threadIdx.x / 32]);
 
   const Element* next = tokens.x + at.begin * p.x_token;  // of the token that is copied next
   const auto copy = [&](int t) {
@@ -196,13 +196,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
     }
     ring.read(t - at.begin, 0, window[0]);
     copy(t + kStages - 1);
-    const int place = kPacked ? place_of(p, t) : INT_MAX;
+    const int place = kGeneral ? place_of(p, t) : INT_MAX;
     float u[kElements];
 #pragma unroll
     for (int i = 0; i < kElements; ++i) u[i] = window[0][i] * weight[0][i];
 #pragma unroll
     for (int s = 1; s < kWidth; ++s) {
-      if (s >= width || (kPacked && s > place)) continue;
+      if (s >= width || (kGeneral && s > place)) continue;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) u[i] = fmaf(window[s][i], weight[s][i], u[i]);
     }
@@ -238,7 +238,7 @@ struct Workspace {
 // With z the convolution, r = 1 / rms(z) and y = r gain z, the gradient of z is r (h - z r^2 mean(h . z)) for h = gain grad y.
 // Token t - s of x has weight s in token t, so its gradient is complete when the walk is width - 1 tokens further.
 // kElements: columns of a lane.
-template <class Element, int kWidth, bool kPacked, int kElements, int kThreads, int kBlocks>
+template <class Element, int kWidth, bool kGeneral, int kElements, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     split_heads_backward_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr bool kIsWide = kWidth == kMaxConvolution;  // not all fits into registers
@@ -253,14 +253,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Place at = place_of_lane<kElements, kThreads>(p.groups, 3, p.strips, p.n);
   if (at.is_idle) return;
   const HeadGroup& group = p.groups[at.group];
-  const int channel = group.first_channel + at.head * group.width + at.column, width = width_of<kWidth>(p);
+  const int channel = at.exists ? group.first_channel + at.head * group.width + at.column : 0, width = width_of<kWidth>(p);
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
   const bool has_grad = at.exists && group.grad != nullptr;
   const HeadMean mean(at.lanes, group.width);
   const Tokens<Element> tokens(p, at, channel);
-  const Turn<kElements> turn(p, at, partners[threadIdx.x / 32]);
-  const Element* grad_rows = static_cast<const Element*>(group.grad) + at.batch * group.grad_stride.batch +
-                             at.head * group.grad_stride.head + at.column;
+  const Turn<kElements, kGeneral> turn(p, at, partners[threadIdx.x / 32]);
+  // Where nothing is read, a valid address.
+  const Element* grad_rows = static_cast<const Element*>(group.grad == nullptr ? p.x : group.grad);
+  if (has_grad) grad_rows += at.batch * group.grad_stride.batch + at.head * group.grad_stride.head + at.column;
   const int last = min(at.end + width - 1, p.n);  // token after the last one whose gradient the strip needs
 
   // Slots are counted from the first token that a wide window has before the strip.
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if constexpr (kIsWide) {
     for (int t = base; t < at.begin; ++t) {
       const Element* source = at.exists ? tokens.find(t) : nullptr;
-      x_ring.copy(t - base, 0, source, source != nullptr);
+      x_ring.copy(t - base, 0, source == nullptr ? tokens.x : source, source != nullptr);
       ptx::cp_async_commit();
     }
   }
@@ -355,17 +356,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
       for (int i = 0; i < kElements; ++i) window[0][i] = x[i];
     }
-    const int place = kPacked && t < p.n ? place_of(p, t) : INT_MAX;
+    const int place = kGeneral && t < p.n ? place_of(p, t) : INT_MAX;
     const auto for_window = [&](const auto& function) {  // calls function(s, x) for the tokens of the sequence in the window
 #pragma unroll
       for (int s = 0; s < kWidth; ++s) {
         if constexpr (kIsWide) {
-          if (s >= width || (kPacked && s > place)) continue;
+          if (s >= width || (kGeneral && s > place)) continue;
           float earlier[kElements];
           x_ring.read(t - base - s, 0, earlier);
           function(s, earlier);
         } else {
-          if (kPacked && s > place) continue;
+          if (kGeneral && s > place) continue;
           function(s, window[s]);
         }
       }
@@ -413,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int s = 1; s < kWidth; ++s) {
       if (kIsWide && s >= width) break;
-      const bool reaches = !kPacked || s <= place;
+      const bool reaches = !kGeneral || s <= place;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         float& earlier = partial(s - 1, i);
@@ -458,10 +459,10 @@ unsigned blocks(const SplitHeadsParams& p, int threads) {
   return grid_1d((p.strips.warps + warps - 1) / warps);
 }
 
-// Calls function(std::bool_constant<whether there are places>()).
+// Calls function(std::bool_constant<kGeneral>()).
 template <class Function>
-void with_packed(const SplitHeadsParams& p, const Function& function) {
-  p.places == nullptr ? function(std::false_type()) : function(std::true_type());
+void with_general(const SplitHeadsParams& p, const Function& function) {
+  p.places == nullptr && p.rotated % (2 * kElements) == 0 ? function(std::false_type()) : function(std::true_type());
 }
 
 }  // namespace
@@ -469,17 +470,17 @@ void with_packed(const SplitHeadsParams& p, const Function& function) {
 template <class Math>
 void SplitHeads<Math>::forward(SplitHeadsParams p, cudaStream_t stream) {
   using Element = typename Math::Element;
-  const auto launch = [&](auto width, auto packed) {
+  const auto launch = [&](auto width, auto general) {
     const int warps = p.sm_count * kForwardBlocks<Element, width> * kThreads / 32;
     divide(p.groups, 3, p.strips, p.b, p.n, kElements, warps, p.width + 3);
-    launch_kernel("split_heads", split_heads_kernel<Element, width, packed>, blocks(p, kThreads), kThreads, 0, stream, p);
+    launch_kernel("split_heads", split_heads_kernel<Element, width, general>, blocks(p, kThreads), kThreads, 0, stream, p);
   };
-  with_packed(p, [&](auto packed) {
+  with_general(p, [&](auto general) {
     switch (p.width) {
-      case 1: return launch(std::integral_constant<int, 1>(), std::false_type());
-      case 2: return launch(std::integral_constant<int, 2>(), packed);
-      case 3: return launch(std::integral_constant<int, 3>(), packed);
-      case 4: return launch(std::integral_constant<int, 4>(), packed);
+      case 1: return launch(std::integral_constant<int, 1>(), general);
+      case 2: return launch(std::integral_constant<int, 2>(), general);
+      case 3: return launch(std::integral_constant<int, 3>(), general);
+      case 4: return launch(std::integral_constant<int, 4>(), general);
       default: return launch(std::integral_constant<int, kMaxConvolution>(), std::true_type());
     }
   });
@@ -506,17 +507,17 @@ int64_t SplitHeads<Math>::backward(SplitHeadsParams p, cudaStream_t stream, bool
   };
   const int widest = p.groups[0].width > p.groups[2].width ? p.groups[0].width : p.groups[2].width;
   constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;
-  with_packed(p, [&](auto packed) {
+  with_general(p, [&](auto general) {
     if (p.width > 4 || (widest > 128 && p.width > 1 && p.width < 4)) {
       return launch(split_heads_backward_kernel<Element, kMaxConvolution, true, 8, 32, 1>, 8, 32, 6);
     }
-    if (widest > 128 && p.width == 1) return launch(split_heads_backward_kernel<Element, 1, false, 8, 64, 4>, 8, 64, 4);
+    if (widest > 128 && p.width == 1) return launch(split_heads_backward_kernel<Element, 1, true, 8, 64, 4>, 8, 64, 4);
     if (widest > 128) return launch(split_heads_backward_kernel<Element, 4, true, 8, 64, 4>, 8, 64, 4);
     switch (p.width) {
-      case 1: return launch(split_heads_backward_kernel<Element, 1, false, 4, 128, kBlocks>, 4, 128, kBlocks);
-      case 2: return launch(split_heads_backward_kernel<Element, 2, packed, 4, 128, kBlocks>, 4, 128, kBlocks);
-      case 3: return launch(split_heads_backward_kernel<Element, 3, packed, 4, 128, 3>, 4, 128, 3);
-      default: return launch(split_heads_backward_kernel<Element, 4, packed, 4, 128, 3>, 4, 128, 3);
+      case 1: return launch(split_heads_backward_kernel<Element, 1, general, 4, 128, kBlocks>, 4, 128, kBlocks);
+      case 2: return launch(split_heads_backward_kernel<Element, 2, general, 4, 128, kBlocks>, 4, 128, kBlocks);
+      case 3: return launch(split_heads_backward_kernel<Element, 3, general, 4, 128, 3>, 4, 128, 3);
+      default: return launch(split_heads_backward_kernel<Element, 4, general, 4, 128, 3>, 4, 128, 3);
     }
   });
   return floats;
