@@ -286,14 +286,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   constexpr int kHeld = kIsWide ? 1 : kWidth;  // weights and tokens of the window in registers
   float weights[kHeld][kElements], window[kHeld][kElements], gains[kElements];
-  const auto gain = [&](int i) {
-    if constexpr (kIsWide) return wide_gain[i][threadIdx.x];
-    else return gains[i];
-  };
-  const auto weight = [&](int s, int i) {
-    if constexpr (kIsWide) return wide_weight[s * kElements + i][threadIdx.x];
-    else return weights[s][i];
-  };
 #pragma unroll
   for (int s = 0; s < kWidth; ++s) {
 #pragma unroll
@@ -320,6 +312,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if constexpr (kIsWide) wide_gain[i][threadIdx.x] = value;
     else gains[i] = value;
   }
+  const auto gain = [&](int i) {
+    if constexpr (kIsWide) return wide_gain[i][threadIdx.x];
+    else return gains[i];
+  };
+  const auto weight = [&](int s, int i) {
+    if constexpr (kIsWide) return wide_weight[s * kElements + i][threadIdx.x];
+    else return weights[s][i];
+  };
 
   // partial(s): the gradient of the token s + 1 before the present one, as far as it is known.
   float partials[kHeld > 1 ? kHeld - 1 : 1][kElements] = {}, of_weights[kWidth][kElements] = {}, of_gain[kElements] = {};
