@@ -1,5 +1,5 @@
-"""`split_heads` and `join_heads`, the parts of a layer around attention: PyTorch operations against a float64 definition, gradients,
-registration, errors, and the layer that uses them. tests/test_heads_kernels.py checks the kernels."""
+"""`split_heads` and `join_heads`, the parts of a layer around attention: PyTorch operations against a float64 definition,
+gradients, registration, errors, and the layer that uses them. tests/test_heads_kernels.py checks the kernels."""
 
 import itertools
 
@@ -44,12 +44,16 @@ def split_arguments(
     return given | {"heads": h, "kv_heads": hk, "head_dim": d, "q_eps": 1e-5, "k_eps": 1e-3}
 
 
-def split_by_definition(qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, q_eps, k_eps):
+def split_by_definition(
+    qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, q_eps, k_eps
+):
     n = qkv.shape[1]
     if conv_weight is not None:
         width = conv_weight.shape[-1]
         tokens = F.pad(qkv, (0, 0, width - 1, 0)) if recent is None else torch.cat([recent, qkv], 1)
-        windows = torch.stack([tokens[:, i : i + n] for i in range(width)], -1)  # (b, n, channels, width), the token itself last
+        windows = torch.stack(
+            [tokens[:, i : i + n] for i in range(width)], -1
+        )  # (b, n, channels, width), the token itself last
         if places is not None:
             lag = torch.arange(width - 1, -1, -1, device=qkv.device)
             windows = torch.where((lag <= places.unsqueeze(-1)).view(n, 1, width), windows, 0.0)
@@ -208,7 +212,12 @@ def test_gradient_of_one_result():
 
 def test_opcheck():
     for operator, gradient, given, others in (
-        (SPLIT, SPLIT_GRADIENT, split_arguments(), [split_arguments(**SPLITS[x]) for x in ("nothing", "one token", "one norm")]),
+        (
+            SPLIT,
+            SPLIT_GRADIENT,
+            split_arguments(),
+            [split_arguments(**SPLITS[x]) for x in ("nothing", "one token", "one norm")],
+        ),
         (JOIN, JOIN_GRADIENT, join_arguments(), [join_arguments(**JOINS[x]) for x in ("nothing", "gate alone")]),
     ):
         for i, arguments in enumerate((given, *others)):
@@ -217,7 +226,9 @@ def test_opcheck():
             leaves = {name: x.requires_grad_() for name, x in differentiable(arguments).items()}
             check_operator(operator.default, tuple((arguments | leaves).values()), traced=i == 0)
     arguments = [x.detach() if torch.is_tensor(x) else x for x in split_arguments().values()]
-    check_operator(SPLIT_GRADIENT.default, (None, torch.randn(B, N, HK, D, dtype=torch.float64), None, *arguments), traced=False)
+    check_operator(
+        SPLIT_GRADIENT.default, (None, torch.randn(B, N, HK, D, dtype=torch.float64), None, *arguments), traced=False
+    )
 
 
 def test_no_second_derivative():

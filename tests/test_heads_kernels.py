@@ -1,6 +1,6 @@
-"""The CUDA kernels of `split_heads` and `join_heads` against float64, on poisoned memory. A lane has 8 columns of a head, and 4 in
-most backwards; a warp walks along a strip of up to 256 tokens, at least 8 where there are so many. The strips overlap by the width
-of the convolution. Widths above 4, and others at head dims above 128, have kernels of their own."""
+"""The CUDA kernels of `split_heads` and `join_heads` against float64, on poisoned memory. A lane has 8 columns of a head, and 4
+in most backwards. A warp walks along a strip of 8 to 256 tokens, or of the whole sequence if that is shorter. Strips overlap by
+the width of the convolution. Widths above 4, and most widths at head dims above 128, have backward kernels of their own."""
 
 import os
 import subprocess
@@ -14,7 +14,6 @@ from test_heads import (
     JOIN_GRADIENT,
     SPLIT,
     SPLIT_GRADIENT,
-    differentiable,
     gradients_like,
     join_arguments,
     join_by_definition,

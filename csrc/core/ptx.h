@@ -51,6 +51,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// [rcp] 1 / x to one unit in the last place; 0 for results below the normal range and for infinity.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // [ldmatrix] Lane l gives the row address of matrix l / 8, row l % 8; register i of lane l is row l / 4, 4-byte word l % 4
 // of matrix i. With trans, register i is the transposed 8 x 8 matrix of 16-bit elements.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {

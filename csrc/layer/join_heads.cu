@@ -14,22 +14,25 @@ constexpr int kThreads = 128;
 template <class Element>
 constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;  // of a multiprocessor
 
-// exp(-x) of a gate, to the precision of its dtype.
+// 1 / (1 + exp(-x)) of a gate, to the precision of its dtype.
 template <class Element>
 __device__ __forceinline__ float sigmoid(float x) {
-  if constexpr (sizeof(Element) == 2) return __fdividef(1.f, 1.f + __expf(-x));
+  constexpr float kLog2e = 1.4426950408889634f;
+  if constexpr (sizeof(Element) == 2) return ptx::rcp_approx(1.f + ptx::exp2_approx(-kLog2e * x));
   else return 1.f / (1.f + expf(-x));
 }
 
-// What both directions read of o and of the gate.
+// What both directions read of o and of the gate. A lane without columns has valid addresses that it does not read.
 template <class Element>
 struct Rows {
   const Element *o, *gate;  // gate is null if there is none
 
   __device__ __forceinline__ Rows(const JoinHeadsParams& p, const Place& at)
-      : o(static_cast<const Element*>(p.o) + at.batch * p.o_stride.batch + at.head * p.o_stride.head + at.column),
-        gate(p.gate == nullptr ? nullptr
-                               : static_cast<const Element*>(p.gate) + at.batch * p.gate_batch + at.head * p.group.width + at.column) {}
+      : o(static_cast<const Element*>(p.o)), gate(static_cast<const Element*>(p.gate)) {
+    if (!at.exists) return;
+    o += at.batch * p.o_stride.batch + at.head * p.o_stride.head + at.column;
+    if (gate != nullptr) gate += at.batch * p.gate_batch + at.head * p.group.width + at.column;
+  }
 };
 
 template <class Element>
@@ -40,13 +43,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_kernel(
   if (at.is_idle) return;
   const int width = p.group.width;
   const bool is_normalized = p.group.norm.data != nullptr, is_gated = p.gate != nullptr;
-  const float over_width = 1.f / width;
+  const HeadMean mean(at.lanes, width);
   const Rows<Element> rows(p, at);
   const auto copy = [&](int t) {
-    const bool exists = at.exists && t < at.end;
-    const Element* nothing = static_cast<const Element*>(p.o);
-    ring.copy(t - at.begin, 0, exists ? rows.o + t * p.o_stride.token : nothing, exists);
-    if (is_gated) ring.copy(t - at.begin, 1, exists ? rows.gate + t * p.gate_token : nothing, exists);
+    if (t < at.end) {
+      ring.copy(t - at.begin, 0, rows.o + t * p.o_stride.token, at.exists);
+      if (is_gated) ring.copy(t - at.begin, 1, rows.gate + t * p.gate_token, at.exists);
+    }
     ptx::cp_async_commit();
   };
   for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
@@ -67,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_kernel(
       float sum[1] = {0.f};
 #pragma unroll
       for (int i = 0; i < kElements; ++i) sum[0] = fmaf(o[i], o[i], sum[0]);
-      sum_over_head(sum, at.lanes);
-      const float scale = rsqrtf(fmaf(sum[0], over_width, p.group.eps));
+      mean.of(sum);
+      const float scale = rsqrtf(sum[0] + p.group.eps);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) o[i] *= scale * gain[i];
     }
@@ -89,16 +92,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_backwar
   if (at.is_idle) return;
   const int width = p.group.width;
   const bool is_normalized = p.group.norm.data != nullptr, is_gated = p.gate != nullptr;
-  const float over_width = 1.f / width;
+  const HeadMean mean(at.lanes, width);
   const Rows<Element> rows(p, at);
   const Stride& grad_stride = p.group.grad_stride;
-  const Element* grad_rows = static_cast<const Element*>(p.group.grad) + at.batch * grad_stride.batch + at.head * grad_stride.head + at.column;
+  const Element* grad_rows = static_cast<const Element*>(p.group.grad);
+  if (at.exists) grad_rows += at.batch * grad_stride.batch + at.head * grad_stride.head + at.column;
   const auto copy = [&](int t) {
-    const bool exists = at.exists && t < at.end;
-    const Element* nothing = static_cast<const Element*>(p.o);
-    ring.copy(t - at.begin, 0, exists ? rows.o + t * p.o_stride.token : nothing, exists);
-    ring.copy(t - at.begin, 1, exists ? grad_rows + t * grad_stride.token : nothing, exists);
-    if (is_gated) ring.copy(t - at.begin, 2, exists ? rows.gate + t * p.gate_token : nothing, exists);
+    if (t < at.end) {
+      ring.copy(t - at.begin, 0, rows.o + t * p.o_stride.token, at.exists);
+      ring.copy(t - at.begin, 1, grad_rows + t * grad_stride.token, at.exists);
+      if (is_gated) ring.copy(t - at.begin, 2, rows.gate + t * p.gate_token, at.exists);
+    }
     ptx::cp_async_commit();
   };
   for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
@@ -117,36 +121,40 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_backwar
     ring.read(t - at.begin, 1, grad);
     if (is_gated) ring.read(t - at.begin, 2, gate);
     copy(t + kStages - 1);
-    float scale = 1.f;
+    float share[kElements];  // sigmoid of the gate
+    if (is_gated) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) share[i] = sigmoid<Element>(gate[i]);
+    }
     if (is_normalized) {
       // The product with grad y needs the gate, but not the scale.
       float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float silu = is_gated ? gate[i] * sigmoid<Element>(gate[i]) : 1.f;
+        const float silu = is_gated ? gate[i] * share[i] : 1.f;
         sums[0] = fmaf(o[i], o[i], sums[0]);
         sums[1] = fmaf(grad[i] * silu * gain[i], o[i], sums[1]);
       }
-      sum_over_head(sums, at.lanes);
-      scale = rsqrtf(fmaf(sums[0], over_width, p.group.eps));
-      const float along = scale * scale * sums[1] * over_width;
+      mean.of(sums);
+      const float scale = rsqrtf(sums[0] + p.group.eps);
+      const float along = scale * scale * sums[1];
       float of_rows[kElements];
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float share = is_gated ? sigmoid<Element>(gate[i]) : 1.f, silu = is_gated ? gate[i] * share : 1.f;
+        const float silu = is_gated ? gate[i] * share[i] : 1.f;
         const float normalized = scale * o[i], of_normalized = grad[i] * silu;
         of_gain[i] = fmaf(of_normalized, normalized, of_gain[i]);
         of_rows[i] = scale * fmaf(-along, o[i], of_normalized * gain[i]);
         // silu' = sigmoid (1 + x (1 - sigmoid))
-        if (is_gated) gate[i] = grad[i] * normalized * gain[i] * share * fmaf(gate[i], 1.f - share, 1.f);
+        if (is_gated) gate[i] = grad[i] * normalized * gain[i] * share[i] * fmaf(gate[i], 1.f - share[i], 1.f);
       }
       if (at.exists) Slice<Element, kElements>::store(of_o + t * p.grad_o_stride.token, of_rows);
     } else {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         if (!is_gated) continue;
-        const float share = sigmoid<Element>(gate[i]), silu = gate[i] * share;
-        gate[i] = grad[i] * o[i] * share * fmaf(gate[i], 1.f - share, 1.f);
+        const float silu = gate[i] * share[i];
+        gate[i] = grad[i] * o[i] * share[i] * fmaf(gate[i], 1.f - share[i], 1.f);
         grad[i] *= silu;
       }
       if (at.exists) Slice<Element, kElements>::store(of_o + t * p.grad_o_stride.token, grad);

@@ -55,11 +55,11 @@ struct Tokens {
 };
 
 // Rotation of the first p.rotated columns of a head, of which a lane has kElements.
-template <int kElements>
+template <int kElements, bool kGeneral>
 struct Turn {
   const float *cos, *sin;  // of the lane's first column in token 0
   int rotated, column, partner;
-  bool aligned;  // all columns of a lane have their partners in one other lane
+  bool is_aligned;  // all columns of a lane have their partners in one other lane
   float* buffer;  // of the warp, 32 kElements floats; where the partners are in several lanes
 
   __device__ __forceinline__ Turn(const SplitHeadsParams& p, const Place& at, float* buffer)
@@ -67,24 +67,24 @@ struct Turn {
         sin(p.sin + at.batch * p.rotation_batch + at.column),
         rotated(p.rotated),
         column(at.column),
-        aligned(p.rotated % (2 * kElements) == 0),
+        is_aligned(!kGeneral || p.rotated % (2 * kElements) == 0),
         buffer(buffer) {
     const int half = rotated / 2, lane = threadIdx.x % 32;
     partner = column >= rotated ? lane : column < half ? lane + half / kElements : lane - half / kElements;
   }
 
   __device__ __forceinline__ void load(const float* row, int t, float (&x)[kElements], float otherwise) const {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) x[i] = otherwise;
     const float* source = row + int64_t{t} * rotated;
-    if (aligned) {
-      if (column >= rotated) return;
+    if (!kGeneral || is_aligned) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(source + i);
+        float4 four = make_float4(otherwise, otherwise, otherwise, otherwise);
+        if (column < rotated) four = *reinterpret_cast<const float4*>(source + i);
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
       }
     } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) x[i] = otherwise;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         if (column + i < rotated) x[i] = source[i];
@@ -94,7 +94,7 @@ struct Turn {
 
   // Replaces each rotated column by its partner; other columns become zero. All lanes of the warp take part.
   __device__ __forceinline__ void exchange(float (&x)[kElements]) const {
-    if (aligned) {
+    if (!kGeneral || is_aligned) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         const float other = __shfl_sync(~0u, x[i], partner);
@@ -139,28 +139,8 @@ struct Turn {
   }
 };
 
-// The convolution at a token. window[s] is the s-th token before it; only `place` tokens before it are of its sequence.
-template <int kWidth, int kElements, class WeightOf, class WindowOf>
-__device__ __forceinline__ void convolve(float (&u)[kElements], int width, int place, const WeightOf& weight, const WindowOf& window) {
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) u[i] = window(0, i) * weight(0, i);
-  if (kWidth < kMaxConvolution && place >= kWidth - 1) {
-#pragma unroll
-    for (int s = 1; s < kWidth; ++s) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) u[i] = fmaf(window(s, i), weight(s, i), u[i]);
-    }
-  } else {
-#pragma unroll
-    for (int s = 1; s < kWidth; ++s) {
-      if (s >= width || s > place) continue;
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) u[i] = fmaf(window(s, i), weight(s, i), u[i]);
-    }
-  }
-}
-
-template <class Element, int kWidth>
+// kGeneral: there may be places, and rotated channels whose halves are not made of whole lanes.
+template <class Element, int kWidth, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
     split_heads_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr int kStages = sizeof(Element) == 2 ? 8 : 4;
@@ -169,16 +149,17 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
   const Place at = place_of_lane<kElements, kThreads>(p.groups, 3, p.strips, p.n);
   if (at.is_idle) return;
   const HeadGroup& group = p.groups[at.group];
-  const int channel = group.first_channel + at.head * group.width + at.column, width = width_of<kWidth>(p);
+  const int channel = at.exists ? group.first_channel + at.head * group.width + at.column : 0, width = width_of<kWidth>(p);
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
-  const float over_width = 1.f / group.width;
+  const HeadMean mean(at.lanes, group.width);
   const Tokens<Element> tokens(p, at, channel);
-  const Turn<kElements> turn(p, at, partners[threadIdx.x / 32]);
+  const Turn<kElements, kGeneral> turn(p, at, partners[threadIdx.x / 32]);
 
+  const Element* next = tokens.x + at.begin * p.x_token;  // of the token that is copied next
   const auto copy = [&](int t) {
-    const Element* source = at.exists && t < at.end ? tokens.find(t) : nullptr;
-    ring.copy(t - at.begin, 0, source == nullptr ? static_cast<const Element*>(p.x) : source, source != nullptr);
+    if (t < at.end) ring.copy(t - at.begin, 0, next, at.exists);
     ptx::cp_async_commit();
+    next += p.x_token;
   };
   for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
 
@@ -215,16 +196,22 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<Element, kWidth>)
     }
     ring.read(t - at.begin, 0, window[0]);
     copy(t + kStages - 1);
+    const int place = kGeneral ? place_of(p, t) : INT_MAX;
     float u[kElements];
-    convolve<kWidth>(
-        u, width, kWidth == 1 ? INT_MAX : place_of(p, t), [&](int s, int i) { return weight[s][i]; },
-        [&](int s, int i) { return window[s][i]; });
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) u[i] = window[0][i] * weight[0][i];
+#pragma unroll
+    for (int s = 1; s < kWidth; ++s) {
+      if (s >= width || (kGeneral && s > place)) continue;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) u[i] = fmaf(window[s][i], weight[s][i], u[i]);
+    }
     if (is_normalized) {
       float sum[1] = {0.f};
 #pragma unroll
       for (int i = 0; i < kElements; ++i) sum[0] = fmaf(u[i], u[i], sum[0]);
-      sum_over_head(sum, at.lanes);
-      const float scale = rsqrtf(fmaf(sum[0], over_width, group.eps));
+      mean.of(sum);
+      const float scale = rsqrtf(sum[0] + group.eps);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) u[i] *= scale * gain[i];
     }
@@ -251,7 +238,7 @@ struct Workspace {
 // With z the convolution, r = 1 / rms(z) and y = r gain z, the gradient of z is r (h - z r^2 mean(h . z)) for h = gain grad y.
 // Token t - s of x has weight s in token t, so its gradient is complete when the walk is width - 1 tokens further.
 // kElements: columns of a lane.
-template <class Element, int kWidth, int kElements, int kThreads, int kBlocks>
+template <class Element, int kWidth, bool kGeneral, int kElements, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     split_heads_backward_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr bool kIsWide = kWidth == kMaxConvolution;  // not all fits into registers
@@ -266,39 +253,39 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Place at = place_of_lane<kElements, kThreads>(p.groups, 3, p.strips, p.n);
   if (at.is_idle) return;
   const HeadGroup& group = p.groups[at.group];
-  const int channel = group.first_channel + at.head * group.width + at.column, width = width_of<kWidth>(p);
+  const int channel = at.exists ? group.first_channel + at.head * group.width + at.column : 0, width = width_of<kWidth>(p);
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
   const bool has_grad = at.exists && group.grad != nullptr;
-  const float over_width = 1.f / group.width;
+  const HeadMean mean(at.lanes, group.width);
   const Tokens<Element> tokens(p, at, channel);
-  const Turn<kElements> turn(p, at, partners[threadIdx.x / 32]);
-  const Element* grad_rows = static_cast<const Element*>(group.grad) + at.batch * group.grad_stride.batch +
-                             at.head * group.grad_stride.head + at.column;
+  const Turn<kElements, kGeneral> turn(p, at, partners[threadIdx.x / 32]);
+  // Where nothing is read, a valid address.
+  const Element* grad_rows = static_cast<const Element*>(group.grad == nullptr ? p.x : group.grad);
+  if (has_grad) grad_rows += at.batch * group.grad_stride.batch + at.head * group.grad_stride.head + at.column;
   const int last = min(at.end + width - 1, p.n);  // token after the last one whose gradient the strip needs
 
   // Slots are counted from the first token that a wide window has before the strip.
   const int base = at.begin - (kIsWide ? kWidth - 1 : 0);
+  if constexpr (kIsWide) {
+    for (int t = base; t < at.begin; ++t) {
+      const Element* source = at.exists ? tokens.find(t) : nullptr;
+      x_ring.copy(t - base, 0, source == nullptr ? tokens.x : source, source != nullptr);
+      ptx::cp_async_commit();
+    }
+  }
+  const Element *next_x = tokens.x + at.begin * p.x_token, *next_grad = grad_rows + at.begin * group.grad_stride.token;
   const auto copy = [&](int t) {
-    const Element* source = at.exists && t < last ? tokens.find(t) : nullptr;
-    x_ring.copy(t - base, 0, source == nullptr ? static_cast<const Element*>(p.x) : source, source != nullptr);
-    if (t >= at.begin) {
-      const bool exists = has_grad && t < last;
-      grad_ring.copy(t - base, 0, exists ? grad_rows + t * group.grad_stride.token : static_cast<const Element*>(p.x), exists);
+    if (t < last) {
+      x_ring.copy(t - base, 0, next_x, at.exists);
+      grad_ring.copy(t - base, 0, next_grad, has_grad);
     }
     ptx::cp_async_commit();
+    next_x += p.x_token, next_grad += group.grad_stride.token;
   };
-  for (int t = base; t < at.begin + kAhead; ++t) copy(t);
+  for (int t = at.begin; t < at.begin + kAhead; ++t) copy(t);
 
   constexpr int kHeld = kIsWide ? 1 : kWidth;  // weights and tokens of the window in registers
   float weights[kHeld][kElements], window[kHeld][kElements], gains[kElements];
-  const auto gain = [&](int i) {
-    if constexpr (kIsWide) return wide_gain[i][threadIdx.x];
-    else return gains[i];
-  };
-  const auto weight = [&](int s, int i) {
-    if constexpr (kIsWide) return wide_weight[s * kElements + i][threadIdx.x];
-    else return weights[s][i];
-  };
 #pragma unroll
   for (int s = 0; s < kWidth; ++s) {
 #pragma unroll
@@ -325,6 +312,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if constexpr (kIsWide) wide_gain[i][threadIdx.x] = value;
     else gains[i] = value;
   }
+  const auto gain = [&](int i) {
+    if constexpr (kIsWide) return wide_gain[i][threadIdx.x];
+    else return gains[i];
+  };
+  const auto weight = [&](int s, int i) {
+    if constexpr (kIsWide) return wide_weight[s * kElements + i][threadIdx.x];
+    else return weights[s][i];
+  };
 
   // partial(s): the gradient of the token s + 1 before the present one, as far as it is known.
   float partials[kHeld > 1 ? kHeld - 1 : 1][kElements] = {}, of_weights[kWidth][kElements] = {}, of_gain[kElements] = {};
@@ -339,12 +334,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       for (int i = 0; i < kElements; ++i) partial(s, i) = 0.f;
     }
   }
-  Element* out = static_cast<Element*>(p.grad_x) + int64_t{at.batch} * p.n * p.channels + channel;
+  // Of the token whose gradient the next step completes, width - 1 before the first one at first.
+  Element* out = static_cast<Element*>(p.grad_x) + (int64_t{at.batch} * p.n + at.begin - (width - 1)) * p.channels + channel;
   Element* out_recent = p.grad_recent == nullptr || at.begin > 0
                             ? nullptr
                             : static_cast<Element*>(p.grad_recent) + int64_t{at.batch} * (width - 1) * p.channels + channel;
-#pragma unroll kWidth <= 4 ? 4 : 1
-  for (int t = at.begin; t < at.end + width - 1; ++t) {
+  // One token of the walk. kInside: it is of the strip, and so is the token whose gradient it completes.
+  const auto step = [&](int t, auto inside) {
+    constexpr bool kInside = decltype(inside)::value;
     ptx::cp_async_wait<kAhead - 1>();
     float x[kElements], u[kElements], grad[kElements];
     x_ring.read(t - base, 0, x);
@@ -359,22 +356,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
       for (int i = 0; i < kElements; ++i) window[0][i] = x[i];
     }
-    const int place = kWidth == 1 || t >= p.n ? INT_MAX : place_of(p, t);
+    const int place = kGeneral && t < p.n ? place_of(p, t) : INT_MAX;
     const auto for_window = [&](const auto& function) {  // calls function(s, x) for the tokens of the sequence in the window
 #pragma unroll
       for (int s = 0; s < kWidth; ++s) {
         if constexpr (kIsWide) {
-          if (s >= width || s > place) continue;
+          if (s >= width || (kGeneral && s > place)) continue;
           float earlier[kElements];
           x_ring.read(t - base - s, 0, earlier);
           function(s, earlier);
         } else {
-          if (s > place) continue;
+          if (kGeneral && s > place) continue;
           function(s, window[s]);
         }
       }
     };
-    if (t >= p.n) {  // there is no such token; gradients of earlier ones are still to be stored
+    if (!kInside && t >= p.n) {  // there is no such token; gradients of earlier ones are still to be stored
 #pragma unroll
       for (int i = 0; i < kElements; ++i) u[i] = 0.f;
     } else {
@@ -392,11 +389,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
           sums[0] = fmaf(u[i], u[i], sums[0]);
           sums[1] = fmaf(grad[i] * gain(i), u[i], sums[1]);
         }
-        sum_over_head(sums, at.lanes);
-        const float scale = rsqrtf(fmaf(sums[0], over_width, group.eps)), along = scale * scale * sums[1] * over_width;
+        mean.of(sums);
+        const float scale = rsqrtf(sums[0] + group.eps), along = scale * scale * sums[1];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          if (t < at.end) of_gain[i] = fmaf(grad[i], u[i] * scale, of_gain[i]);
+          if (kInside || t < at.end) of_gain[i] = fmaf(grad[i], u[i] * scale, of_gain[i]);
           u[i] = scale * fmaf(-along, u[i], grad[i] * gain(i));
         }
       } else {
@@ -405,7 +402,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     // u is now the gradient of the convolution at t.
-    if (kWidth > 1 && t < at.end) {
+    if (kWidth > 1 && (kInside || t < at.end)) {
       for_window([&](int s, const float(&earlier)[kElements]) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) of_weights[s][i] = fmaf(u[i], earlier[i], of_weights[s][i]);
@@ -417,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int s = 1; s < kWidth; ++s) {
       if (kIsWide && s >= width) break;
-      const bool reaches = s <= place;
+      const bool reaches = !kGeneral || s <= place;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         float& earlier = partial(s - 1, i);
@@ -426,12 +423,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     const int token = t - (width - 1);  // whose gradient is done
-    if (at.exists && token >= at.begin) {
-      Slice<Element, kElements>::store(out + int64_t{token} * p.channels, done);
-    } else if (at.exists && out_recent != nullptr) {  // width - 1 tokens before the first
+    if (at.exists && (kInside || token >= at.begin)) {
+      Slice<Element, kElements>::store(out, done);
+    } else if (!kInside && at.exists && out_recent != nullptr) {  // width - 1 tokens before the first
       Slice<Element, kElements>::store(out_recent + int64_t{token - at.begin + width - 1} * p.channels, done);
     }
-  }
+    out += p.channels;
+  };
+  int t = at.begin;
+#pragma unroll 1
+  for (; t < min(at.begin + width - 1, at.end); ++t) step(t, std::false_type());
+#pragma unroll kWidth <= 4 ? 4 : 1
+  for (; t < at.end; ++t) step(t, std::true_type());
+#pragma unroll 1
+  for (; t < at.end + width - 1; ++t) step(t, std::false_type());
 
   const Workspace workspace(p);
   if (kWidth > 1 && at.exists) {
@@ -454,23 +459,31 @@ unsigned blocks(const SplitHeadsParams& p, int threads) {
   return grid_1d((p.strips.warps + warps - 1) / warps);
 }
 
+// Calls function(std::bool_constant<kGeneral>()).
+template <class Function>
+void with_general(const SplitHeadsParams& p, const Function& function) {
+  p.places == nullptr && p.rotated % (2 * kElements) == 0 ? function(std::false_type()) : function(std::true_type());
+}
+
 }  // namespace
 
 template <class Math>
 void SplitHeads<Math>::forward(SplitHeadsParams p, cudaStream_t stream) {
   using Element = typename Math::Element;
-  const auto launch = [&](auto width) {
+  const auto launch = [&](auto width, auto general) {
     const int warps = p.sm_count * kForwardBlocks<Element, width> * kThreads / 32;
     divide(p.groups, 3, p.strips, p.b, p.n, kElements, warps, p.width + 3);
-    launch_kernel("split_heads", split_heads_kernel<Element, width>, blocks(p, kThreads), kThreads, 0, stream, p);
+    launch_kernel("split_heads", split_heads_kernel<Element, width, general>, blocks(p, kThreads), kThreads, 0, stream, p);
   };
-  switch (p.width) {
-    case 1: return launch(std::integral_constant<int, 1>());
-    case 2: return launch(std::integral_constant<int, 2>());
-    case 3: return launch(std::integral_constant<int, 3>());
-    case 4: return launch(std::integral_constant<int, 4>());
-    default: return launch(std::integral_constant<int, kMaxConvolution>());
-  }
+  with_general(p, [&](auto general) {
+    switch (p.width) {
+      case 1: return launch(std::integral_constant<int, 1>(), general);
+      case 2: return launch(std::integral_constant<int, 2>(), general);
+      case 3: return launch(std::integral_constant<int, 3>(), general);
+      case 4: return launch(std::integral_constant<int, 4>(), general);
+      default: return launch(std::integral_constant<int, kMaxConvolution>(), std::true_type());
+    }
+  });
 }
 
 template <class Math>
@@ -493,20 +506,20 @@ int64_t SplitHeads<Math>::backward(SplitHeadsParams p, cudaStream_t stream, bool
     launch_column_sums(sums, 3, p.math, stream);
   };
   const int widest = p.groups[0].width > p.groups[2].width ? p.groups[0].width : p.groups[2].width;
-  if (p.width > 4 || (widest > 128 && p.width > 1 && p.width < 4)) {
-    launch(split_heads_backward_kernel<Element, kMaxConvolution, 8, 32, 1>, 8, 32, 6);
-  } else if (widest > 128) {
-    if (p.width == 1) launch(split_heads_backward_kernel<Element, 1, 8, 64, 4>, 8, 64, 4);
-    else launch(split_heads_backward_kernel<Element, 4, 8, 64, 4>, 8, 64, 4);
-  } else {
-    constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;
-    switch (p.width) {
-      case 1: launch(split_heads_backward_kernel<Element, 1, 4, 128, kBlocks>, 4, 128, kBlocks); break;
-      case 2: launch(split_heads_backward_kernel<Element, 2, 4, 128, kBlocks>, 4, 128, kBlocks); break;
-      case 3: launch(split_heads_backward_kernel<Element, 3, 4, 128, 3>, 4, 128, 3); break;
-      default: launch(split_heads_backward_kernel<Element, 4, 4, 128, 3>, 4, 128, 3); break;
+  constexpr int kBlocks = sizeof(Element) == 2 ? 4 : 3;
+  with_general(p, [&](auto general) {
+    if (p.width > 4 || (widest > 128 && p.width > 1 && p.width < 4)) {
+      return launch(split_heads_backward_kernel<Element, kMaxConvolution, true, 8, 32, 1>, 8, 32, 6);
     }
-  }
+    if (widest > 128 && p.width == 1) return launch(split_heads_backward_kernel<Element, 1, true, 8, 64, 4>, 8, 64, 4);
+    if (widest > 128) return launch(split_heads_backward_kernel<Element, 4, true, 8, 64, 4>, 8, 64, 4);
+    switch (p.width) {
+      case 1: return launch(split_heads_backward_kernel<Element, 1, general, 4, 128, kBlocks>, 4, 128, kBlocks);
+      case 2: return launch(split_heads_backward_kernel<Element, 2, general, 4, 128, kBlocks>, 4, 128, kBlocks);
+      case 3: return launch(split_heads_backward_kernel<Element, 3, general, 4, 128, 3>, 4, 128, 3);
+      default: return launch(split_heads_backward_kernel<Element, 4, general, 4, 128, 3>, 4, 128, 3);
+    }
+  });
   return floats;
 }
 

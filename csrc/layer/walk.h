@@ -52,7 +52,8 @@ struct Ring {
   static_assert((kStages & (kStages - 1)) == 0);
   typename Slice::Unit slots[kStages][kTensors][Slice::kUnits][kThreads];
 
-  // Copies a slice from global memory, or zeros if it does not exist. Tokens are counted from the first that the lane copies.
+  // Copies a slice from global memory, or zeros if it does not exist; then `source` is not read. Tokens are counted from the first
+  // that the lane copies.
   __device__ __forceinline__ void copy(int token, int tensor, const Element* source, bool exists) {
 #pragma unroll
     for (int i = 0; i < Slice::kUnits; ++i) {
@@ -106,14 +107,29 @@ __device__ __forceinline__ Place place_of_lane(const HeadGroup* groups, int coun
   return at;
 }
 
-// Sums over the lanes of a head. All its lanes get the same bits.
-template <int kSums>
-__device__ __forceinline__ void sum_over_head(float (&sums)[kSums], int lanes) {
-  for (int bit = lanes / 2; bit > 0; bit /= 2) {
+// Means over the columns of a head, without branches: a lane adds its own sum where a warp has more lanes than a head, which
+// doubles the sum exactly. All lanes of the head get the same bits.
+struct HeadMean {
+  int others[5];  // lanes
+  float factor;
+
+  __device__ __forceinline__ HeadMean(int lanes, int width) : factor(lanes / (32.f * width)) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], bit);
+    for (int i = 0; i < 5; ++i) others[i] = 16 >> i < lanes ? lane ^ 16 >> i : lane;
   }
-}
+
+  template <int kSums>
+  __device__ __forceinline__ void of(float (&sums)[kSums]) const {
+#pragma unroll
+    for (int level = 0; level < 5; ++level) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] += __shfl_sync(~0u, sums[i], others[level]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] *= factor;
+  }
+};
 
 // Sums over the heads of a warp. All lanes take part.
 template <int kElements>

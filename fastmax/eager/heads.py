@@ -122,7 +122,7 @@ def split_heads_backward(
         grads: gradients of q, k and v. None: zeros.
     """
     wide = compute_dtype(qkv.dtype)
-    x, (b, n, channels) = qkv.to(wide), qkv.shape
+    x, n = qkv.to(wide), qkv.shape[1]
     before = 0 if conv_weight is None else conv_weight.shape[-1] - 1
     tokens = _with_recent(x, None if recent is None else recent.to(wide), before)
     weight, convolved = None, x

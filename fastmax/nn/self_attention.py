@@ -113,8 +113,8 @@ class FastmaxSelfAttention(nn.Module):
             it keeps `1 + s` positive.
         algorithm: "linear", "quadratic", or "auto", which chooses the faster one by a cost model.
         a0, a1, a2: coefficients of the polynomial `a0 + a1 s + a2 s^2`. The default is the Taylor expansion of exp.
-        use_custom_gradient: True for the analytic backward, False for autograd. Both give the same gradients; autograd also
-            supports second derivatives and forward mode.
+        use_custom_gradient: True for the analytic backward of attention and of the parts around it, False for autograd of
+            PyTorch operations. Both give the same gradients; autograd also supports second derivatives and forward mode.
         bias: add biases to the projections of q, k and v, of the output gate and of the output. The decay gate always has one.
         norm_eps: added to the mean squares in RMS norms.
         device, dtype: of the weights.

@@ -46,7 +46,7 @@ class ShortConvolution(nn.Module):
         return eager.heads.convolve(x, self.weight, recent, places), self.last_tokens(x, recent, count)
 
     def last_tokens(self, x: Tensor, recent: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-        """Returns a copy of the last `width - 1` real tokens, (b, width - 1, channels). The arguments are those of `forward`."""
+        """Returns a copy of the last `width - 1` real tokens, (b, width - 1, channels). The arguments are as in `forward`."""
         n, before = x.shape[1], self.width - 1
         if count is None and n >= before:
             return x.narrow(1, n - before, before).clone(memory_format=torch.contiguous_format)

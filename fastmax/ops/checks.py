@@ -157,9 +157,7 @@ def check_split_heads(
         _check_eps(name, eps)
 
 
-def check_gradients_of_heads(
-    grads: tuple[Tensor | None, ...], qkv: Tensor, heads: int, kv_heads: int, head_dim: int
-) -> None:
+def check_gradients_of_heads(grads: tuple[Tensor | None, ...], qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:
     """Checks the gradients of q, k and v of a call of `split_heads` whose arguments are already checked."""
     b, n, channels = qkv.shape
     value_dim = (channels - (heads + kv_heads) * head_dim) // kv_heads

@@ -115,7 +115,9 @@ def _fake_split_heads_backward(grad_q_rows, grad_k_rows, grad_v_rows, qkv, *argu
     return _without_none([None if x is None else x.new_empty(x.shape) for x in (qkv, *arguments[:4])], qkv)
 
 
-def _covers_split_heads(qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, *eps) -> bool:
+def _covers_split_heads(
+    qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, *eps
+) -> bool:
     if qkv.dim() != 3 or not extension.kernels_run_on(qkv) or kv_heads < 1:
         return False
     if conv_weight is not None and (conv_weight.dim() != 3 or conv_weight.shape[2] > MAX_CONVOLUTION):

@@ -35,6 +35,11 @@ inline float exp2_approx(float x) {
   return std::fabs(y) < 1.17549435e-38f ? 0.f : y;
 }
 
+inline float rcp_approx(float x) {
+  const float y = 1.f / x;
+  return std::fabs(y) < 1.17549435e-38f ? 0.f : y;
+}
+
 // Matrix l / 8, row l % 8 is where lane l says.
 template <int kMatrices>
 void ldmatrix(uint32_t* r, uint32_t address, bool transposed) {
