@@ -17,7 +17,8 @@ from common import CSRC, bounded, load_build, make_decay, relative
 from fastmax import eager
 from fastmax.core import call as core
 from fastmax.core.score import Score
-from fastmax.prepare.bounds import sequence_of_token
+from fastmax.ops import exact_window
+from fastmax.prepare.bounds import sequence_of_token, with_bounds
 
 MULTIPROCESSORS = 2  # blocks that take the items of a persistent kernel
 # In order; two adversaries, of which everything asynchronous is late; at random.
@@ -359,6 +360,39 @@ def test_global_keys_join_local_ones(library, case):
     exact = {name: x.double() + of_global[name] for name, x in gradients.items()}
     assert library.run(case.algorithm, "backward", given | gradients, adds=1, **numbers) == case.kernels
     assert wrong(gradients, exact) == {}
+
+
+@pytest.mark.parametrize("decay", ["ordinary", "-inf at places"])
+@pytest.mark.parametrize("algorithm, d", [("linear", 64), ("linear", 32), ("quadratic", 64)])
+def test_global_keys_of_packed_sequences(library, algorithm, d, decay):
+    """Queries whose sequence begins, or whose last reset is, within their exact window see no global key."""
+    n, window, bounds = 324, 24, torch.tensor((0, 3, 40, 41, 200, 230, 324), dtype=torch.int32)
+    q, k = (bounded(1, 1, n, d, dtype=torch.bfloat16) for _ in range(2))
+    v, grad_o = (torch.randn(1, 1, n, d).bfloat16() for _ in range(2))
+    whole = core.Call(Score(SCALE, *POLYNOMIAL, 2), causal=True, algorithm=algorithm, exact_window=window)
+    whole = with_bounds(whole, q, k, make_decay(decay, 1, 1, n))
+    whole = whole._replace(k_start=torch.maximum(bounds[sequence_of_token(bounds, n)], whole.k_start))
+    (part,) = exact_window.global_keys(q, k, whole)
+    q, k, v = part.operands(q, k, v)
+    call, grad_o = part.call._replace(log_decay=part.call.log_decay.double()), part.queries_of(grad_o)
+    given = {"q": q, "k": k, "v": v, "log_decay": part.call.log_decay, "k_start": part.call.k_start}
+    numbers = dict(
+        scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=True, lag=window,
+        sm_count=MULTIPROCESSORS, schedule=3,
+    )  # fmt: skip
+    o, z = eager.forward(q.double(), k.double(), v.double(), call, differentiable=False)
+    o, z = o.masked_fill((z < 2.0**-100).unsqueeze(-1), 0.0), z.masked_fill(z < 2.0**-100, 0.0)
+    assert 0.2 < (z == 0).double().mean() < 0.9
+    results = {"o": nan_like(grad_o), "z": torch.full(q.shape[:3], torch.nan)}
+    library.run(algorithm, "forward", given | results, **numbers)
+    assert wrong(results, {"o": o, "z": z}) == {}
+
+    o, lse = torch.randn_like(grad_o), (z + torch.rand_like(z)).log().float()  # of all keys
+    z = exact_window.denominators(lse, part)
+    grads, of_tensors = eager.backward(grad_o.double(), None, *(x.double() for x in (q, k, v, o, z)), call)
+    gradients = {f"grad_{name}": nan_like(x) for name, x in given.items() if name != "k_start"}
+    library.run(algorithm, "backward", given | {"o": o, "z": z, "grad_o": grad_o} | gradients, **numbers)
+    assert wrong(gradients, {f"grad_{name}": x for name, x in (grads._asdict() | of_tensors).items()}) == {}
 
 
 @pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e10, True)])
