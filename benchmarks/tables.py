@@ -379,17 +379,6 @@ def layer_cost(results: Results) -> str:
     return f"{table(header, lines, compiled)} Losses: commits {losses_at}."
 
 
-def layer_eager(results: Results) -> str:
-    """The time of a step of the same models without `torch.compile`, and its ratio to that with it."""
-    cells = []
-    for name, title in (("p2_all", "`FastmaxSelfAttention`"), ("softmax_sdpa", "softmax")):
-        compiled, eager = (
-            results.median("layer", case=f"GPT 25M{how} bf16 (32,8,1024,64)", provider=name) for how in ("", " eager")
-        )
-        cells.append(f"{number(eager)} ms with {title}, {eager / compiled:.2f} times as long")
-    return ", and ".join(cells)
-
-
 def auto_on_the_cpu(results: Results) -> str:
     """The n from which on the planner chooses the linear algorithm."""
     sizes = ((2, 32), (2, 64), (2, 128), (1, 64))
@@ -626,8 +615,7 @@ _LOSSES = ["loss (nats per byte)", "of the last quarter of positions"]
 # Name in a mark of a page: "-" for "_" in the name of a function
 _NAMED = (
     *(break_even, train_break_even, attention, attention_of_65536, cuda, cuda_memory, cuda_host, crossover, decode_rate),
-    *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_options_cost, layer_cost, layer_eager),
-    auto_on_the_cpu,
+    *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_options_cost, layer_cost, auto_on_the_cpu),
     *(distributed, ranks_alone, distributed_memory, exchange, ring_hides, char_lm, char_lm_texts, char_lm_seeds),
     *(far_keys_gain, conversion_swapped, conversion_ends, flash, flash_range, row_softmax, traffic, traffic_formula),
     *(cpu_device,),
