@@ -71,10 +71,10 @@ SPILL_EXCEPTIONS = {
     "once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word once per "
     "tile, likewise",
-    r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "four words, in tiles "
-    "with local keys",
-    r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::DecayVisibility, ": "decays of single pairs, in tiles within "
-    "which a token decays by more than 2^-48 (takes_pairs); elsewhere a few words once per work tile",
+    r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "four words, in "
+    "tiles with local keys",
+    r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::DecayVisibility, ": "decays of single pairs, in "
+    "tiles that decay as a whole by more than 2^-48 (takes_pairs); elsewhere a few words once per work tile",
     r"quadratic_fwd_sm90_kernel<fastmax::.*DecayVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of decays, "
     "once per work tile",
     r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
