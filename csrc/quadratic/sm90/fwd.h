@@ -202,7 +202,7 @@ struct QuadraticFwdRows {
     decay.template start<true>(factors);
     if constexpr (kHasDecay<Visibility>) {
       if (decay.takes_pairs) {
-        weigh_groups<true>(score, visible, {~0u, 0u, 0u}, decay, factors, key_begin, local, shrink);
+        weigh_groups<true>(score, visible, {0u, 0u, 0u}, decay, factors, key_begin, local, shrink);
         return;
       }
     }
