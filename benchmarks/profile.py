@@ -22,7 +22,7 @@ from benchmarks.registry import SUITES, Case
 from benchmarks.timing import Call
 from benchmarks.workloads.attention import attention_calls, inputs
 from benchmarks.workloads.common import has_floor, precision
-from benchmarks.workloads.train import LAYERS, Step
+from benchmarks.workloads.train import Step, sizes_of
 
 WARMUP = 3
 
@@ -143,7 +143,7 @@ def profiled_lines(
         before = spent.get(event.name, (0.0, 0))
         spent[event.name] = before[0] + us, before[1] + 1
     total = sum(us for us, _ in spent.values())
-    layers = LAYERS if mode == "train" else 1
+    layers = sizes_of(case)["n_layer"] if mode.endswith("train") else 1
     _, p = PROVIDERS[name].arithmetic(case) or (None, None)
     lines = []
     for kernel, (us, launches) in sorted(spent.items(), key=lambda item: -item[1][0]):

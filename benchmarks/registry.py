@@ -21,10 +21,10 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 #   host           CPU time of one forward + backward (decode: of one step) while the device is busy
 #   step           device time of one recurrent step
 #   train          device time of one training step
-#   sustained ...  time per call in a loop without pauses, host included; followed by fwd, fwd+bwd or train
+#   sustained ...  time per call in a loop without pauses, host included; followed by fwd, fwd+bwd, step or train
 SUSTAINED = "sustained "
 UNITS = {"fwd": "ms", "fwd+bwd": "ms", "memory": "MiB", "host": "us", "step": "us", "train": "ms"}
-UNITS |= {SUSTAINED + mode: UNITS[mode] for mode in ("fwd", "fwd+bwd", "train")}
+UNITS |= {SUSTAINED + mode: UNITS[mode] for mode in ("fwd", "fwd+bwd", "step", "train")}
 
 
 @dataclass(frozen=True)
@@ -345,6 +345,32 @@ SUITES = {
         },
         workload="decode",
     ),
+    "generation": Suite(
+        "a token of generation with the GPT of docs/quality.md with 25M parameters, after a context of n tokens",
+        {
+            "cuda": tuple(
+                Case(
+                    *(batch, 8, n, 64, None, None, "bf16"),
+                    modes=(SUSTAINED + "step",),
+                    title="GPT 25M",
+                    providers=("p2_all", "softmax_flash", "softmax_cudnn"),
+                    peer="softmax_flash",
+                )
+                for batch in (1, 64)
+                for n in (1024, 4096, 16384, 131072)
+            ),
+            "cpu": (
+                Case(
+                    *(1, 8, 1024, 64, None, None, "fp32"),
+                    modes=(SUSTAINED + "step",),
+                    title="GPT 25M",
+                    providers=("p2_all", "softmax_math"),
+                    peer="softmax_math",
+                ),
+            ),
+        },
+        workload="generation",
+    ),
     "scaling": Suite(
         "time and peak memory of forward + backward against n",
         {
@@ -483,9 +509,9 @@ SUITES = {
         rounds=3,
         figure="training",
     ),
-    # 32768 bytes per step, or one longer sequence. bf16 autocast.
+    # 32768 tokens per step, or one longer sequence. bf16 autocast.
     "layer": Suite(
-        "one training step of the GPT of docs/quality.md with 25M parameters, by attention layer, over its context",
+        "one training step of GPTs with 25M and 124M parameters, by attention layer, over the context",
         {
             "cuda": (
                 *(
@@ -494,6 +520,16 @@ SUITES = {
                         modes=(SUSTAINED + "train",),
                         title="GPT 25M",
                         providers=LAYERS if n == 1024 else ("softmax_sdpa", "p2_all", "p2"),
+                        peer="softmax_sdpa",
+                    )
+                    for n in (1024, 4096, 16384, 65536)
+                ),
+                *(
+                    Case(
+                        *(max(1, 32768 // n), 12, n, 64, None, None, "bf16"),
+                        modes=(SUSTAINED + "train",),
+                        title="GPT 124M",
+                        providers=("softmax_sdpa", "p2_all"),
                         peer="softmax_sdpa",
                     )
                     for n in (1024, 4096, 16384, 65536)

@@ -367,8 +367,8 @@ def layer_cost(results: Results) -> str:
     losses = pages.losses("equal-steps", "25M", results.root)
     losses["softmax_sdpa"] = losses["softmax"]  # of `flash_attention`: the same function as SDPA's
     steps = results.rows("layer")
-    compiled = steps[~steps["case"].str.contains("eager")]
-    times = compiled.pivot(index="provider", columns="tokens", values="median")
+    steps = steps[steps["case"].str.startswith("GPT 25M bf16")]
+    times = steps.pivot(index="provider", columns="tokens", values="median")
     lines = []
     for name, title in titles.items():
         own = zip(times.loc[name], times.loc["softmax_sdpa"], strict=True)
@@ -376,7 +376,33 @@ def layer_cost(results: Results) -> str:
         lines.append([title, f"{losses[name]:.3f}", *cells])
     header = ["attention", "loss, nats per byte", *(f"step at {n // 1024}k, ms" for n in times)]
     losses_at = pages.commits("equal-steps", "25M", results.root)
-    return f"{table(header, lines, compiled)} Losses: commits {losses_at}."
+    return f"{table(header, lines, steps)} Losses: commits {losses_at}."
+
+
+@as_table("layer")
+def layer_steps(results: Results) -> Lines:
+    """A training step with the layer and with plain softmax, by model and context."""
+    yield ["model", "context", "`FastmaxSelfAttention`, ms", "softmax (SDPA), ms", "times faster"]
+    for row in results.rows("layer", provider="p2_all").itertuples():
+        softmax = results.median("layer", case=row.case, provider="softmax_sdpa")
+        model = re.sub(r"(\d+)M( eager)? bf16.*", r"\1 M\2", row.case).replace("eager", "not compiled")
+        yield [model, f"{row.tokens // 1024}k", number(row.median), number(softmax), gain(softmax / row.median)]
+
+
+@as_table("generation")
+def generation(results: Results) -> Lines:
+    """A token of a whole model after a context, with a state and with a cache, by the faster of PyTorch's backends."""
+    yield ["sequences", "context", "`FastmaxSelfAttention`, us", "softmax (SDPA), us", "times faster", "state / cache, MiB"]
+    for row in results.rows("generation", provider="p2_all").itertuples():
+        same = {"case": row.case, "provider": ("softmax_flash", "softmax_cudnn")}
+        cell = [row.batch, f"{row.tokens // 1024}k", number(row.median)]
+        try:
+            softmax = results.rows("generation", **same).sort_values("median").iloc[0]
+        except LookupError:
+            yield [*cell, "out of memory", "", row.note.split()[-2]]
+            continue
+        mib = (note.split()[-2] for note in (row.note, softmax["note"]))
+        yield [*cell, number(softmax["median"]), gain(softmax["median"] / row.median), " / ".join(mib)]
 
 
 def auto_on_the_cpu(results: Results) -> str:
@@ -615,7 +641,8 @@ _LOSSES = ["loss (nats per byte)", "of the last quarter of positions"]
 # Name in a mark of a page: "-" for "_" in the name of a function
 _NAMED = (
     *(break_even, train_break_even, attention, attention_of_65536, cuda, cuda_memory, cuda_host, crossover, decode_rate),
-    *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_options_cost, layer_cost, auto_on_the_cpu),
+    *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_options_cost, layer_cost, layer_steps),
+    *(generation, auto_on_the_cpu),
     *(distributed, ranks_alone, distributed_memory, exchange, ring_hides, char_lm, char_lm_texts, char_lm_seeds),
     *(far_keys_gain, conversion_swapped, conversion_ends, flash, flash_range, row_softmax, traffic, traffic_formula),
     *(cpu_device,),

@@ -21,8 +21,8 @@ import fastmax
 from benchmarks import counters, profile, report, roofline, run, timing
 from benchmarks.learn import variants
 from benchmarks.providers import PROVIDERS, Provider
-from benchmarks.registry import SUITES, AtMost, Case, Suite
-from benchmarks.workloads import WORKLOADS, common, decode, softmax, train
+from benchmarks.registry import SUITES, SUSTAINED, AtMost, Case, Suite
+from benchmarks.workloads import WORKLOADS, common, decode, generation, softmax, train
 
 CASE = Case(1, 2, 48, 8, algorithm="linear", peer="sdpa")
 QUICK = ("--device", "cpu", "--rounds", "2", "--dropped", "1", "--seconds", "0", "--sustained", "0.01", "--commit", "abc")
@@ -301,8 +301,7 @@ def test_softmax_of_rows(measure, monkeypatch):
 
 @pytest.fixture
 def tiny_gpt(monkeypatch) -> Case:
-    monkeypatch.setattr(train, "LAYERS", 1)
-    monkeypatch.setattr(train, "VOCAB", 96)
+    monkeypatch.setitem(train.SIZES, "GPT 124M", {"vocab_size": 96, "n_layer": 1})
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     import model
 
@@ -381,6 +380,18 @@ def test_decode_beside_a_cache(measure, monkeypatch):
     status, rows = measure(case, workload="decode")
     assert status == 0 and [row["provider"] for row in rows] == list(case.providers)
     assert all(float(row["of_peer"]) > 0 for row in rows) and 0 < float(rows[0]["error"]) < 1e-5
+
+
+def test_generation(measure, monkeypatch):
+    case = Case(2, 2, 40, 8, None, None, modes=(SUSTAINED + "step",), title="GPT 25M", providers=("p2_all", "softmax_math"))
+    status, rows = measure(replace(case, peer="softmax_math"), workload="generation")
+    assert status == 0 and [row["provider"] for row in rows] == ["p2_all", "softmax_math"]
+    assert all(float(row["of_peer"]) > 0 and row["unit"] == "us" and row["note"].endswith(" MiB") for row in rows)
+
+    honest = generation.generate.CachedLayer.step_
+    monkeypatch.setattr(generation.generate.CachedLayer, "step_", lambda layer, x, state: honest(layer, x, state) * 1.1)
+    status, rows = measure(replace(case, peer="softmax_math"), workload="generation")
+    assert status == 1 and rows[1]["note"].startswith("refused") and rows[1]["median"] == "" and rows[0]["median"]
 
 
 @pytest.mark.parametrize("cache_bytes", [2**12, 2**15], ids=["few states", "many states"])
@@ -587,7 +598,6 @@ def test_every_suite_names_what_exists():
         for case in (case for cases in suite.cases.values() for case in cases):
             assert case.peer == "" or case.peer in case.providers
             assert case.dtype in common.LIMITS
-            known = {"softmax": softmax.ROW_SOFTMAX, "decode": decode.NAMES, "train": train.ATTENTION}
-            if case.title.startswith("GPT 25M"):
-                known["train"] = variants.VARIANTS
+            known = {"softmax": softmax.ROW_SOFTMAX, "decode": decode.NAMES, "generation": generation.MODELS}
+            known["train"] = {**train.ATTENTION, **variants.VARIANTS}
             assert all(name in known.get(suite.workload, PROVIDERS) for name in case.providers)

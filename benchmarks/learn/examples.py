@@ -5,10 +5,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before other modules named text or model
 try:
+    import generate
     import model
     import text
     import training
 finally:
     sys.path.pop(0)
 
-__all__ = ["model", "text", "training"]
+__all__ = ["generate", "model", "text", "training"]

@@ -1,8 +1,8 @@
 """Measures a training step (forward, backward, AdamW) of the examples' GPT, with the attention of a provider.
 
-The GPT with 124M parameters has GPT-2's vocabulary and is not compiled; its attention has none of the layer's optional parts.
-The GPT with 25M is that of docs/quality.md: its tokens are bytes, its blocks are compiled, and its attention layers are those
-of `benchmarks.learn`.
+The GPT with 124M parameters has GPT-2's vocabulary. That with 25M is the model of docs/quality.md: its tokens are bytes. The
+provider is a kernel, whose layer has none of the optional parts and whose model is not compiled, or a variant of
+`benchmarks.learn`, whose model is compiled block by block unless the title of the case ends in "eager".
 
 With bf16 the step runs under autocast: weights, gradients, moments and the residual stream are fp32. Activations are saved, not
 recomputed: about 60 GiB at 131072 tokens. The model computes its loss in chunks, and the backward recomputes the logits of each
@@ -29,8 +29,9 @@ from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol
 from benchmarks.workloads.common import WrongResult, make_row, peak_mib, precision, prepare, times
 
-LAYERS = 12
-VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 64
+# Title of a case -> sizes of its model. GPT-2's vocabulary of 50257 is padded to a multiple of 64.
+SIZES = {"GPT 124M": {"vocab_size": 50304, "n_layer": 12}, "GPT 25M": {"vocab_size": 256, "n_layer": SETTINGS["25M"].n_layer}}
+EAGER = " eager"
 LOSS_MARGIN = 0.5  # nats between the first loss and ln(vocabulary), the loss of an untrained model
 
 ATTENTION = {
@@ -61,26 +62,24 @@ def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Ma
         return rows
 
 
-def gpt_124m(case: Case, name: str, device: torch.device) -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "block_size": case.tokens, "n_layer": LAYERS, "n_head": case.heads}
+def sizes_of(case: Case) -> dict[str, int]:
+    """Returns sizes, as keywords of GPTConfig, of a case's model."""
+    of_case = {"block_size": case.tokens, "n_head": case.heads, "n_embd": case.heads * case.head_dim}
+    return SIZES[case.title.removesuffix(EAGER)] | of_case
+
+
+def gpt_of_kernel(case: Case, name: str, device: torch.device) -> nn.Module:
     options = dict(ATTENTION[name])
-    sizes |= {"n_embd": case.heads * case.head_dim, "attention": options.pop("attention")}
-    config = model.GPTConfig(**sizes, parts=model.PLAIN | options)
+    config = model.GPTConfig(**sizes_of(case), attention=options.pop("attention"), parts=model.PLAIN | options)
     layer = fastmax.FastmaxSelfAttention if config.attention == "fastmax" else SDPASelfAttention
     return model.GPT(config, partial(model.make_layer, layer=layer))
 
 
-def gpt_25m(case: Case, name: str, device: torch.device, compiles: bool = True) -> nn.Module:
-    setting = SETTINGS["25M"]
-    sizes = {"n_layer": setting.n_layer, "n_head": case.heads, "n_embd": case.heads * case.head_dim, "block_size": case.tokens}
-    gpt = make_gpt(VARIANTS[name], setting.window, **sizes)
-    if compiles and device.type == "cuda":
+def gpt_of_variant(case: Case, name: str, device: torch.device) -> nn.Module:
+    gpt = make_gpt(VARIANTS[name], SETTINGS["25M"].window, **sizes_of(case))
+    if not case.title.endswith(EAGER) and device.type == "cuda":
         compile_blocks(gpt)
     return gpt
-
-
-# title of a case -> its model
-MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m, "GPT 25M eager": partial(gpt_25m, compiles=False)}
 
 
 class Step:
@@ -89,7 +88,8 @@ class Step:
     def __init__(self, case: Case, name: str, device: torch.device):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)  # the same weights for all providers
-            self.model = MODELS[case.title](case, name, device)
+            make_model = gpt_of_variant if name in VARIANTS else gpt_of_kernel
+            self.model = make_model(case, name, device)
             self.vocab = self.model.config.vocab_size
             self.tokens, self.targets = torch.randint(self.vocab, (2, case.batch, case.tokens))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
