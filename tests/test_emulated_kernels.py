@@ -13,6 +13,7 @@ import invalid_bounds
 import pytest
 import torch
 from common import CSRC, bounded, load_build, make_decay, relative
+from test_heads import join_arguments, join_by_definition, outputs_and_gradients, split_arguments, split_by_definition
 
 from fastmax import eager
 from fastmax.core import call as core
@@ -588,3 +589,98 @@ def test_orders_that_time_alone_guarantees_are_refused(library, tmp_path, mistak
     broken = emulator.edited(library, tmp_path, f"^{re.escape(path.removesuffix('.cu'))}\\.", path, edits)
     with pytest.raises(emulator.EmulatorError, match=message):
         Call(case).run(broken, 0)
+
+
+# ---- the layer around attention: emulated sources of the kernels of every architecture
+
+
+def run_layer(library, name, given, numbers, outputs, gradients, grads, schedule):
+    """Runs the forward into `outputs` and the backward into `gradients`, dicts of tensors by the names of the params."""
+    numbers = {key: float(x) for key, x in numbers.items()} | {"schedule": schedule, "sm_count": MULTIPROCESSORS}
+    for results in (outputs, gradients):
+        for x in results.values():
+            if x is not None:
+                x.fill_(torch.nan)
+    library.run(name, "forward", given | outputs, **numbers)
+    library.run(name, "backward", given | grads | gradients, **numbers)
+
+
+def assert_near(actual, exact, limit=4e-3):
+    for (name, x), y in zip(actual.items(), exact, strict=True):
+        assert (x is None) == (y is None), name
+        assert x is None or (x.double() - y).norm() <= limit * y.norm(), name  # written so that a NaN fails
+
+
+SPLITS = {
+    "all": {},
+    "one strip": {"n": 9, "recent": False},
+    "one token": {"n": 1},
+    "two tokens": {"n": 2},
+    "many tokens": {"n": 300, "b": 1, "h": 2, "hk": 1},
+    "packed": {"packed": True, "per_row": True},
+    "width 2": {"width": 2},
+    "width 3, packed": {"width": 3, "packed": True, "recent": False},
+    "width 6": {"width": 6, "packed": True},
+    "width 8": {"width": 8, "n": 25},
+    "no convolution": {"width": 1},
+    "no norm": {"norms": (False, True)},
+    "no rotation": {"rotated": 0},
+    "nothing": {"width": 1, "norms": (False, False), "rotated": 0},
+    "halves in several lanes": {"rotated": 10, "d": 40},
+    "no convolution, halves in several lanes": {"rotated": 10, "d": 40, "width": 1},
+    "all turns": {"d": 128, "rotated": 128, "dv": 24, "hk": 1},
+    "narrow": {"d": 16, "dv": 8, "rotated": 16, "h": 5, "hk": 5},
+    "wide heads": {"d": 256, "dv": 72, "rotated": 128, "hk": 1, "h": 2, "b": 1},
+    "wide heads, packed": {"d": 136, "rotated": 34, "packed": True, "h": 2, "hk": 1, "b": 1},
+    "wide heads, wide convolution": {"d": 160, "dv": 64, "rotated": 80, "width": 5, "h": 2, "hk": 1, "b": 1},
+    "wide heads, no convolution": {"d": 192, "dv": 64, "rotated": 96, "width": 1, "h": 2, "hk": 1, "b": 1},
+    "float32 weights": {"weight_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("options", SPLITS.values(), ids=SPLITS)
+def test_split_heads(options, library):
+    """Strips of at least 8 tokens; a warp takes 1, 2 or 4 at once, and stores gradients width - 1 tokens later."""
+    made = {"d": 64, "dv": 64, "rotated": 32, "n": 37, "dtype": torch.bfloat16} | options
+    given = split_arguments(**made)
+    wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in given.items()}
+    wide |= {name: given[name].bfloat16().double() for name in given if "weight" in name and given[name] is not None}
+    exact = split_by_definition(*wide.values())
+    grads = [torch.randn(x.shape).bfloat16() for x in exact]
+    _, of_exact = outputs_and_gradients(split_by_definition, wide, [x.double() for x in grads])
+    of_names = {"x": "qkv", "recent": "recent", "convolution": "conv_weight", "norm_q": "q_weight", "norm_k": "k_weight"}
+    tensors = {name: given[of] for name, of in of_names.items()} | {"places": given["places"]}
+    if given["cos"] is not None:
+        rows = given["qkv"].shape[:2]
+        # (b, n, rotated), of stride 0 where the batch shares them.
+        tensors |= {name: given[name].squeeze(-2).expand(*rows, -1) for name in ("cos", "sin")}
+    numbers = {name: given[name] for name in ("heads", "kv_heads", "head_dim", "q_eps", "k_eps")}
+    if "weight_dtype" in options:
+        numbers |= {"float_convolution": 1, "float_norm": 1}
+    seen = []
+    for schedule in (0, 1, 2, 3):
+        outputs = {f"out_{name}": torch.empty(x.shape, dtype=torch.bfloat16) for name, x in zip("qkv", exact, strict=True)}
+        gradients = {f"grad_{name}": None if x is None else torch.empty_like(x) for name, x in tensors.items() if name in of_names}
+        of_outputs = dict(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True))
+        run_layer(library, "split_heads", tensors, numbers, outputs, gradients, of_outputs, schedule)
+        assert_near(outputs | gradients, [*exact, *(of_exact.get(of) for of in of_names.values())])
+        seen.append([x for x in (outputs | gradients).values() if x is not None])
+    assert all(torch.equal(x, y) for results in seen[1:] for x, y in zip(results, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("dv", [64, 24, 256])
+def test_join_heads(dv, gate, norm, library):
+    given = join_arguments(dv=dv, n=37, norm=norm, gate=gate, dtype=torch.bfloat16)
+    wide = {name: x.double() if torch.is_tensor(x) else x for name, x in given.items()}
+    exact = join_by_definition(*wide.values())
+    grad = torch.randn(exact.shape).bfloat16()
+    _, of_exact = outputs_and_gradients(join_by_definition, wide, [grad.double()])
+    of_names = {"o": "o", "norm": "norm_weight", "gate": "gate"}
+    tensors = {name: given[of] for name, of in of_names.items()}
+    for schedule in (0, 1, 2, 3):
+        outputs = {"y": torch.empty(exact.shape, dtype=torch.bfloat16)}
+        gradients = {f"grad_{name}": None if x is None else torch.empty_like(x) for name, x in tensors.items()}
+        run_layer(library, "join_heads", tensors, {"eps": given["eps"]}, outputs, gradients, {"grad_y": grad}, schedule)
+        assert_near(outputs | gradients, [exact, *(of_exact.get(of) for of in of_names.values())])

@@ -22,60 +22,75 @@ __device__ __forceinline__ float sigmoid(float x) {
   else return 1.f / (1.f + expf(-x));
 }
 
-// What both directions read of o and of the gate. A lane without columns has valid addresses that it does not read.
+// What both directions know of a lane. Without columns it has valid addresses that it does not read.
 template <class Element>
-struct Rows {
-  const Element *o, *gate;  // gate is null if there is none
+struct Lane {
+  const Place at;
+  const bool is_normalized, is_gated;
+  const HeadMean mean;
+  const Element *o, *gate;  // token 0; gate is null if there is none
+  const int64_t o_token, gate_token;
 
-  __device__ __forceinline__ Rows(const JoinHeadsParams& p, const Place& at)
-      : o(static_cast<const Element*>(p.o)), gate(static_cast<const Element*>(p.gate)) {
+  __device__ __forceinline__ explicit Lane(const JoinHeadsParams& p)
+      : at(place_of_lane<kElements, kThreads>(&p.group, 1, p.strips, p.n)),
+        is_normalized(p.group.norm.data != nullptr),
+        is_gated(p.gate != nullptr),
+        mean(at.lanes, p.group.width),
+        o(static_cast<const Element*>(p.o)),
+        gate(static_cast<const Element*>(p.gate)),
+        o_token(p.o_stride.token),
+        gate_token(p.gate_token) {
     if (!at.exists) return;
     o += at.batch * p.o_stride.batch + at.head * p.o_stride.head + at.column;
-    if (gate != nullptr) gate += at.batch * p.gate_batch + at.head * p.group.width + at.column;
+    if (is_gated) gate += at.batch * p.gate_batch + at.head * p.group.width + at.column;
+  }
+
+  // Copies o and the gate of token t, which are the first two tensors of a ring.
+  template <class Ring>
+  __device__ __forceinline__ void copy(uint32_t address, int slot, int t) const {
+    Ring::copy(address, slot, 0, o + t * o_token, at.exists);
+    if (is_gated) Ring::copy(address, slot, 1, gate + t * gate_token, at.exists);
   }
 };
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_kernel(const __grid_constant__ JoinHeadsParams p) {
   constexpr int kStages = sizeof(Element) == 2 ? 8 : 4;
-  __shared__ Ring<Element, kElements, 2, kStages, kThreads> ring;
-  const Place at = place_of_lane<kElements, kThreads>(&p.group, 1, p.strips, p.n);
+  using Rows = Ring<Element, kElements, 2, kStages, kThreads>;
+  __shared__ Rows ring;
+  const Lane<Element> lane(p);
+  const Place& at = lane.at;
   if (at.is_idle) return;
-  const int width = p.group.width;
-  const bool is_normalized = p.group.norm.data != nullptr, is_gated = p.gate != nullptr;
-  const HeadMean mean(at.lanes, width);
-  const Rows<Element> rows(p, at);
+  const uint32_t address = ring.address();
+  const auto slot = [&](int t) { return (t - at.begin) & (kStages - 1); };
   const auto copy = [&](int t) {
-    if (t < at.end) {
-      ring.copy(t - at.begin, 0, rows.o + t * p.o_stride.token, at.exists);
-      if (is_gated) ring.copy(t - at.begin, 1, rows.gate + t * p.gate_token, at.exists);
-    }
+    if (t < at.end) lane.template copy<Rows>(address, slot(t), t);
     ptx::cp_async_commit();
   };
   for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
 
   float gain[kElements];
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) gain[i] = is_normalized && at.exists ? load_weight<Element>(p.group.norm, at.column + i) : 1.f;
+  load_gain<Element>(p.group, at, gain);
+  const int width = p.group.width;
   const int64_t row = int64_t{p.group.heads} * width;  // elements of a token
   Element* out = static_cast<Element*>(p.group.out) + (int64_t{at.batch} * p.n + at.begin) * row + at.head * width + at.column;
 #pragma unroll 2
   for (int t = at.begin; t < at.end; ++t, out += row) {
     ptx::cp_async_wait<kStages - 2>();
     float o[kElements], gate[kElements];
-    ring.read(t - at.begin, 0, o);
-    if (is_gated) ring.read(t - at.begin, 1, gate);
+    ring.read(address, slot(t), 0, o);
+    if (lane.is_gated) ring.read(address, slot(t), 1, gate);
     copy(t + kStages - 1);
-    if (is_normalized) {
+    if (lane.is_normalized) {
       float sum[1] = {0.f};
 #pragma unroll
       for (int i = 0; i < kElements; ++i) sum[0] = fmaf(o[i], o[i], sum[0]);
-      mean.of(sum);
+      lane.mean.of(sum);
       const float scale = rsqrtf(sum[0] + p.group.eps);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) o[i] *= scale * gain[i];
     }
-    if (is_gated) {
+    if (lane.is_gated) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) o[i] *= gate[i] * sigmoid<Element>(gate[i]);
     }
@@ -87,29 +102,28 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_kernel(
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_backward_kernel(const __grid_constant__ JoinHeadsParams p) {
   constexpr int kStages = sizeof(Element) == 2 ? 4 : 2;
-  __shared__ Ring<Element, kElements, 3, kStages, kThreads> ring;
-  const Place at = place_of_lane<kElements, kThreads>(&p.group, 1, p.strips, p.n);
+  using Rows = Ring<Element, kElements, 3, kStages, kThreads>;
+  __shared__ Rows ring;
+  const Lane<Element> lane(p);
+  const Place& at = lane.at;
   if (at.is_idle) return;
-  const int width = p.group.width;
-  const bool is_normalized = p.group.norm.data != nullptr, is_gated = p.gate != nullptr;
-  const HeadMean mean(at.lanes, width);
-  const Rows<Element> rows(p, at);
   const Stride& grad_stride = p.group.grad_stride;
   const Element* grad_rows = static_cast<const Element*>(p.group.grad);
   if (at.exists) grad_rows += at.batch * grad_stride.batch + at.head * grad_stride.head + at.column;
+  const uint32_t address = ring.address();
+  const auto slot = [&](int t) { return (t - at.begin) & (kStages - 1); };
   const auto copy = [&](int t) {
     if (t < at.end) {
-      ring.copy(t - at.begin, 0, rows.o + t * p.o_stride.token, at.exists);
-      ring.copy(t - at.begin, 1, grad_rows + t * grad_stride.token, at.exists);
-      if (is_gated) ring.copy(t - at.begin, 2, rows.gate + t * p.gate_token, at.exists);
+      lane.template copy<Rows>(address, slot(t), t);
+      ring.copy(address, slot(t), 2, grad_rows + t * grad_stride.token, at.exists);
     }
     ptx::cp_async_commit();
   };
   for (int t = 0; t < kStages - 1; ++t) copy(at.begin + t);
 
   float gain[kElements], of_gain[kElements] = {};
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) gain[i] = is_normalized && at.exists ? load_weight<Element>(p.group.norm, at.column + i) : 1.f;
+  load_gain<Element>(p.group, at, gain);
+  const int width = p.group.width;
   const int64_t row = int64_t{p.group.heads} * width;
   Element* of_o = static_cast<Element*>(p.grad_o) + at.batch * p.grad_o_stride.batch + at.head * p.grad_o_stride.head + at.column;
   Element* of_gate = static_cast<Element*>(p.grad_gate) + int64_t{at.batch} * p.n * row + at.head * width + at.column;
@@ -117,54 +131,54 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Element>) join_heads_backwar
   for (int t = at.begin; t < at.end; ++t) {
     ptx::cp_async_wait<kStages - 2>();
     float o[kElements], grad[kElements], gate[kElements];
-    ring.read(t - at.begin, 0, o);
-    ring.read(t - at.begin, 1, grad);
-    if (is_gated) ring.read(t - at.begin, 2, gate);
+    ring.read(address, slot(t), 0, o);
+    if (lane.is_gated) ring.read(address, slot(t), 1, gate);
+    ring.read(address, slot(t), 2, grad);
     copy(t + kStages - 1);
     float share[kElements];  // sigmoid of the gate
-    if (is_gated) {
+    if (lane.is_gated) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) share[i] = sigmoid<Element>(gate[i]);
     }
-    if (is_normalized) {
+    if (lane.is_normalized) {
       // The product with grad y needs the gate, but not the scale.
       float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float silu = is_gated ? gate[i] * share[i] : 1.f;
+        const float silu = lane.is_gated ? gate[i] * share[i] : 1.f;
         sums[0] = fmaf(o[i], o[i], sums[0]);
         sums[1] = fmaf(grad[i] * silu * gain[i], o[i], sums[1]);
       }
-      mean.of(sums);
+      lane.mean.of(sums);
       const float scale = rsqrtf(sums[0] + p.group.eps);
       const float along = scale * scale * sums[1];
       float of_rows[kElements];
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float silu = is_gated ? gate[i] * share[i] : 1.f;
+        const float silu = lane.is_gated ? gate[i] * share[i] : 1.f;
         const float normalized = scale * o[i], of_normalized = grad[i] * silu;
         of_gain[i] = fmaf(of_normalized, normalized, of_gain[i]);
         of_rows[i] = scale * fmaf(-along, o[i], of_normalized * gain[i]);
         // silu' = sigmoid (1 + x (1 - sigmoid))
-        if (is_gated) gate[i] = grad[i] * normalized * gain[i] * share[i] * fmaf(gate[i], 1.f - share[i], 1.f);
+        if (lane.is_gated) gate[i] = grad[i] * normalized * gain[i] * share[i] * fmaf(gate[i], 1.f - share[i], 1.f);
       }
       if (at.exists) Slice<Element, kElements>::store(of_o + t * p.grad_o_stride.token, of_rows);
     } else {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        if (!is_gated) continue;
+        if (!lane.is_gated) continue;
         const float silu = gate[i] * share[i];
         gate[i] = grad[i] * o[i] * share[i] * fmaf(gate[i], 1.f - share[i], 1.f);
         grad[i] *= silu;
       }
       if (at.exists) Slice<Element, kElements>::store(of_o + t * p.grad_o_stride.token, grad);
     }
-    if (is_gated && at.exists) Slice<Element, kElements>::store(of_gate + t * row, gate);
+    if (lane.is_gated && at.exists) Slice<Element, kElements>::store(of_gate + t * row, gate);
   }
-  if (is_normalized) {
+  if (lane.is_normalized) {
     sum_over_heads(of_gain, at.lanes);
     if (static_cast<int>(threadIdx.x % 32) < at.lanes && at.column < width) {
-      store_sums(p.workspace + (at.strip * p.group.units + at.unit) * width + at.column, of_gain);
+      store_sums(p.workspace + (at.strip(p.strips) * p.group.units + at.unit) * width + at.column, of_gain);
     }
   }
 }

@@ -49,25 +49,36 @@ struct Slice {
 template <class Element, int kElements, int kTensors, int kStages, int kThreads>
 struct Ring {
   using Slice = fastmax::Slice<Element, kElements>;
-  static_assert((kStages & (kStages - 1)) == 0);
   typename Slice::Unit slots[kStages][kTensors][Slice::kUnits][kThreads];
 
-  // Copies a slice from global memory, or zeros if it does not exist; then `source` is not read. Tokens are counted from the first
-  // that the lane copies.
-  __device__ __forceinline__ void copy(int token, int tensor, const Element* source, bool exists) {
+  // Where the slices of the thread lie, which it holds in a register.
+  __device__ __forceinline__ uint32_t address() const {
+    return ptx::keep_in_register(ptx::smem_address(&slots[0][0][0][threadIdx.x]));
+  }
+  // Copies a slice from global memory, or zeros if it does not exist; then `source` is not read.
+  static __device__ __forceinline__ void copy(uint32_t address, int slot, int tensor, const Element* source, bool exists) {
 #pragma unroll
     for (int i = 0; i < Slice::kUnits; ++i) {
-      const uint32_t target = ptx::smem_address(&slots[token & (kStages - 1)][tensor][i][threadIdx.x]);
+      const uint32_t target = unit(address, slot, tensor, i);
       const char* from = reinterpret_cast<const char*>(source) + i * Slice::kUnit;
       if constexpr (Slice::kUnit == 16) ptx::cp_async_16(target, from, exists ? 16 : 0);
       else ptx::cp_async_small<Slice::kUnit>(target, from, exists ? Slice::kUnit : 0);
     }
   }
-  __device__ __forceinline__ void read(int token, int tensor, float (&x)[kElements]) const {
+  static __device__ __forceinline__ void read(uint32_t address, int slot, int tensor, float (&x)[kElements]) {
     Slice slice;
 #pragma unroll
-    for (int i = 0; i < Slice::kUnits; ++i) slice.units[i] = slots[token & (kStages - 1)][tensor][i][threadIdx.x];
+    for (int i = 0; i < Slice::kUnits; ++i) {
+      const uint32_t source = unit(address, slot, tensor, i);
+      if constexpr (Slice::kUnit == 16) ptx::load_shared_u32x4(slice.units[i].r, source);
+      else ptx::load_shared_u32x2(slice.units[i].r, source);
+    }
     slice.unpack(x);
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t unit(uint32_t address, int slot, int tensor, int i) {
+    return address + ((slot * kTensors + tensor) * Slice::kUnits + i) * kThreads * Slice::kUnit;
   }
 };
 
@@ -80,7 +91,11 @@ struct Place {
   bool exists;  // the head and the columns do
   int lanes;    // per head
   int batch, begin, end;
-  int64_t strip;  // counted over all sequences
+
+  // Index of the strip, counted over all sequences. It is not held in a register meanwhile.
+  __device__ __forceinline__ int64_t strip(const Strips& strips) const {
+    return int64_t{batch} * strips.per_sequence + begin / strips.tokens;
+  }
 };
 
 // kElements: columns of a lane.
@@ -92,8 +107,9 @@ __device__ __forceinline__ Place place_of_lane(const HeadGroup* groups, int coun
   if (at.is_idle) return at;
   int units = 0;
   for (int i = 0; i < count; ++i) units += groups[i].units;
-  at.unit = static_cast<int>(warp % units);
-  at.strip = warp / units;
+  const int64_t strip = warp / units;
+  // Each strip begins with other units, as their costs differ: the blocks that a multiprocessor gets together are of all groups.
+  at.unit = static_cast<int>((warp + strip * (kThreads / 32)) % units);
   while (at.unit >= groups[at.group].units) at.unit -= groups[at.group++].units;
   const HeadGroup& group = groups[at.group];
   const int lane = threadIdx.x % 32;
@@ -101,33 +117,42 @@ __device__ __forceinline__ Place place_of_lane(const HeadGroup* groups, int coun
   at.head = at.unit * (32 >> group.lanes_log2) + (lane >> group.lanes_log2);
   at.column = (lane & (at.lanes - 1)) * kElements;
   at.exists = at.head < group.heads && at.column < group.width;
-  at.batch = static_cast<int>(at.strip / strips.per_sequence);
-  at.begin = static_cast<int>(at.strip % strips.per_sequence) * strips.tokens;
+  at.batch = static_cast<int>(strip / strips.per_sequence);
+  at.begin = static_cast<int>(strip % strips.per_sequence) * strips.tokens;
   at.end = min(at.begin + strips.tokens, n);
   return at;
 }
 
-// Means over the columns of a head, without branches: a lane adds its own sum where a warp has more lanes than a head, which
-// doubles the sum exactly. All lanes of the head get the same bits.
+// Means over the columns of a head. A lane adds its own sum where a head has fewer than 8 lanes, which doubles the sum exactly. All
+// lanes of the head get the same bits.
 struct HeadMean {
-  int others[5];  // lanes
+  int lanes, others[3];  // of the head; lanes
   float factor;
 
-  __device__ __forceinline__ HeadMean(int lanes, int width) : factor(lanes / (32.f * width)) {
+  __device__ __forceinline__ HeadMean(int lanes, int width) : lanes(lanes), factor((lanes < 8 ? lanes / 8.f : 1.f) / width) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 5; ++i) others[i] = 16 >> i < lanes ? lane ^ 16 >> i : lane;
+    for (int i = 0; i < 3; ++i) others[i] = 4 >> i < lanes ? lane ^ 4 >> i : lane;
   }
 
   template <int kSums>
   __device__ __forceinline__ void of(float (&sums)[kSums]) const {
+    if (lanes > 16) add<16>(sums);
+    if (lanes > 8) add<8>(sums);
 #pragma unroll
-    for (int level = 0; level < 5; ++level) {
+    for (int level = 0; level < 3; ++level) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] += __shfl_sync(~0u, sums[i], others[level]);
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] *= factor;
+  }
+
+ private:
+  template <int kBit, int kSums>
+  static __device__ __forceinline__ void add(float (&sums)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], kBit);
   }
 };
 
@@ -153,6 +178,14 @@ template <class Element>
 __device__ __forceinline__ float load_weight(const Weight& weight, int64_t i) {
   const float x = weight.is_float ? static_cast<const float*>(weight.data)[i] : to_float(static_cast<const Element*>(weight.data)[i]);
   return to_float(from_float<Element>(x));
+}
+
+// The weights of a group's norm for a lane's columns; ones without a norm.
+template <class Element, int kElements>
+__device__ __forceinline__ void load_gain(const HeadGroup& group, const Place& at, float (&gain)[kElements]) {
+  const bool is_normalized = group.norm.data != nullptr && at.exists;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) gain[i] = is_normalized ? load_weight<Element>(group.norm, at.column + i) : 1.f;
 }
 
 }  // namespace fastmax

@@ -2,12 +2,13 @@
 
     library = build(folder)                       # every `sm90/*.cu` of csrc/, and the host code that launches them
     kernels = library.run("quadratic", "forward", {"q": q, "k": k, "v": v, "o": o, "z": z}, causal=1, schedule=3)
+    library.run("split_heads", "forward", {"x": x, "out_q": q, "out_k": k, "out_v": v}, heads=4, kv_heads=2, head_dim=64)
 
 headers/ stands in for those headers of csrc/ that have PTX in them, a function for a function, and prefix.h for CUDA's C++.
 Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches and what a kernel is made of are the library's.
 
-Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h) by name, on the CPU; results are written into
-those given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode), sm_count (blocks of a persistent
+Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h), of SplitHeadsParams and JoinHeadsParams
+(csrc/layer/layer.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode), sm_count (blocks of a persistent
 grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once; 1 and 2 the
 first or the last warp that can run, and all copies and products late; from 3 on at random.
 """
@@ -25,7 +26,7 @@ import torch
 from common import CSRC, is_current, load_build
 
 HERE = Path(__file__).resolve().parent
-# Portable kernels that the Hopper ones are launched with.
+# Portable kernels that the Hopper ones are launched with, and those of the layer.
 PORTABLE = (
     "decay/decay.cu",
     "decay/nan_rows.cu",
@@ -37,8 +38,11 @@ PORTABLE = (
     "linear/order2/portable/part_state.cu",
     "linear/order2/portable/part_state_io.cu",
     "linear/order2/portable/segments.cu",
+    "layer/split_heads.cu",
+    "layer/join_heads.cu",
+    "layer/column_sums.cu",
 )
-HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/**/launch.cpp")
+HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/**/launch.cpp", "layer/*.cpp")
 MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -165,5 +169,6 @@ class Library:
             assert x.device.type == "cpu", name
             sizes, strides = ((ctypes.c_int64 * x.dim())(*values) for values in (x.shape, x.stride()))
             self._library.emulator_tensor(name.encode(), ctypes.c_void_p(x.data_ptr()), x.dim(), sizes, strides)
-        for name, x in {"math": MATH_MODES[tensors["q"].dtype], **numbers}.items():
+        dtype = next(tensors[name].dtype for name in ("q", "x", "o") if name in tensors)
+        for name, x in {"math": MATH_MODES[dtype], **numbers}.items():
             self._library.emulator_number(name.encode(), ctypes.c_double(x))

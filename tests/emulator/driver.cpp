@@ -13,6 +13,7 @@
 #include "core/algorithm.h"
 #include "core/dispatch.h"
 #include "decay/decay.h"
+#include "layer/layer.h"
 #include "linear/algorithm.h"
 #include "machine.h"
 #include "quadratic/algorithm.h"
@@ -44,6 +45,10 @@ void take(const char* name, T*& pointer, Stride& stride) {
   if (has(name)) stride = {tensor(name).strides[0], tensor(name).strides[1], tensor(name).strides[2]};
 }
 void take(const char* name, KeyBounds& bounds) { take(name, bounds.data, bounds.stride); }
+void take(const char* name, const char* is_float, Weight& weight) {
+  take(name, weight.data);
+  weight.is_float = numbers.count(is_float) > 0;
+}
 double number(const char* name, double otherwise) { return numbers.count(name) > 0 ? numbers[name] : otherwise; }
 int integer(const char* name, int otherwise) { return static_cast<int>(number(name, otherwise)); }
 
@@ -177,6 +182,62 @@ void run(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*wor
   workspace.check();
 }
 
+// As bindings/layer.cpp.
+void run_split_heads(bool backward) {
+  SplitHeadsParams p{};
+  const Given& x = tensor("x");
+  p.b = static_cast<int>(x.sizes[0]), p.n = static_cast<int>(x.sizes[1]), p.channels = static_cast<int>(x.sizes[2]);
+  p.math = static_cast<MathMode>(integer("math", 0)), p.sm_count = integer("sm_count", 2);
+  p.x = x.data, p.x_batch = x.strides[0], p.x_token = x.strides[1];
+  take("recent", p.recent), take("convolution", "float_convolution", p.convolution);
+  p.width = p.convolution.data == nullptr ? 1 : static_cast<int>(tensor("convolution").sizes[2]);
+  if (p.recent != nullptr) p.recent_batch = tensor("recent").strides[0], p.recent_token = tensor("recent").strides[1];
+  take("places", p.places), p.wide_places = true;
+  take("cos", p.cos), take("sin", p.sin);
+  if (p.cos != nullptr) p.rotated = static_cast<int>(tensor("cos").sizes[2]), p.rotation_batch = tensor("cos").strides[0];
+  const int heads[3] = {integer("heads", 1), integer("kv_heads", 1), integer("kv_heads", 1)}, head_dim = integer("head_dim", 64);
+  const int widths[3] = {head_dim, head_dim, (p.channels - (heads[0] + heads[1]) * head_dim) / heads[2]};
+  const char* outs[3] = {"out_q", "out_k", "out_v"};
+  const char* grads[3] = {"grad_q", "grad_k", "grad_v"};
+  for (int i = 0, channel = 0; i < 3; channel += heads[i] * widths[i], ++i) {
+    HeadGroup& group = p.groups[i];
+    group.heads = heads[i], group.width = widths[i], group.first_channel = channel;
+    take(outs[i], group.out), take(grads[i], group.grad);
+    if (group.grad != nullptr) {
+      const Given& grad = tensor(grads[i]);
+      group.grad_stride = {grad.strides[0], grad.strides[2], grad.strides[1]};
+    }
+  }
+  take("norm_q", "float_norm", p.groups[0].norm), take("norm_k", "float_norm", p.groups[1].norm);
+  take("grad_norm_q", p.groups[0].grad_norm), take("grad_norm_k", p.groups[1].grad_norm);
+  p.groups[0].eps = static_cast<float>(number("q_eps", 1e-5)), p.groups[1].eps = static_cast<float>(number("k_eps", 1e-5));
+  take("grad_x", p.grad_x), take("grad_recent", p.grad_recent), take("grad_convolution", p.grad_convolution);
+  if (!backward) return launch_split_heads(p, nullptr);
+  const Workspace workspace(split_heads_workspace(p) * sizeof(float));
+  p.workspace = static_cast<float*>(workspace.get());
+  launch_split_heads_backward(p, nullptr);
+  workspace.check();
+}
+
+void run_join_heads(bool backward) {
+  JoinHeadsParams p{};
+  const Given& o = tensor("o");
+  p.b = static_cast<int>(o.sizes[0]), p.n = static_cast<int>(o.sizes[2]);
+  p.math = static_cast<MathMode>(integer("math", 0)), p.sm_count = integer("sm_count", 2);
+  take("o", p.o, p.o_stride), take("gate", p.gate);
+  if (p.gate != nullptr) p.gate_batch = tensor("gate").strides[0], p.gate_token = tensor("gate").strides[1];
+  p.group.heads = static_cast<int>(o.sizes[1]), p.group.width = static_cast<int>(o.sizes[3]);
+  p.group.eps = static_cast<float>(number("eps", 1e-5));
+  take("norm", "float_norm", p.group.norm), take("y", p.group.out), take("grad_y", p.group.grad);
+  if (p.group.grad != nullptr) p.group.grad_stride = {tensor("grad_y").strides[0], p.group.width, tensor("grad_y").strides[1]};
+  take("grad_o", p.grad_o, p.grad_o_stride), take("grad_gate", p.grad_gate), take("grad_norm", p.group.grad_norm);
+  if (!backward) return launch_join_heads(p, nullptr);
+  const Workspace workspace(join_heads_workspace(p) * sizeof(float));
+  p.workspace = static_cast<float*>(workspace.get());
+  launch_join_heads_backward(p, nullptr);
+  workspace.check();
+}
+
 }  // namespace
 }  // namespace fastmax
 
@@ -198,7 +259,10 @@ const char* emulator_run(const char* algorithm, int backward) {
   error.clear(), kernels_name.clear();
   try {
     emulator::configure(static_cast<uint64_t>(number("schedule", 0)), integer("resident", 2));
-    const Algorithm& chosen = algorithm_of(algorithm);
+    const std::string name = algorithm;
+    if (name == "split_heads") return run_split_heads(backward != 0), error.c_str();
+    if (name == "join_heads") return run_join_heads(backward != 0), error.c_str();
+    const Algorithm& chosen = algorithm_of(name);
     if (backward != 0) {
       run(chosen, Direction::kBackward, &Kernels::bwd_workspace_bytes, &Kernels::bwd);
     } else {
