@@ -1,7 +1,7 @@
-"""The sources of the Hopper kernels run in an emulator on the CPU (tests/emulator) and are compared with the PyTorch
-implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the quadratic kernels
-owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim 64 and 512 at 128,
-tiles 64."""
+"""The sources of the Hopper kernels and of the layer's kernels run in an emulator on the CPU (tests/emulator) and are compared
+with the PyTorch implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the
+quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim
+64 and 512 at 128, tiles 64."""
 
 import copy
 import fcntl
@@ -660,7 +660,9 @@ def test_split_heads(options, library):
     seen = []
     for schedule in (0, 1, 2, 3):
         outputs = {f"out_{name}": torch.empty(x.shape, dtype=torch.bfloat16) for name, x in zip("qkv", exact, strict=True)}
-        gradients = {f"grad_{name}": None if x is None else torch.empty_like(x) for name, x in tensors.items() if name in of_names}
+        gradients = {
+            f"grad_{name}": None if given[of] is None else torch.empty_like(given[of]) for name, of in of_names.items()
+        }
         of_outputs = dict(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True))
         run_layer(library, "split_heads", tensors, numbers, outputs, gradients, of_outputs, schedule)
         assert_near(outputs | gradients, [*exact, *(of_exact.get(of) for of in of_names.values())])

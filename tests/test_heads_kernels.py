@@ -1,6 +1,7 @@
-"""The CUDA kernels of `split_heads` and `join_heads` against float64, on poisoned memory. A lane has 8 columns of a head, and 4
-in most backwards. A warp walks along a strip of 8 to 256 tokens, or of the whole sequence if that is shorter. Strips overlap by
-the width of the convolution. Widths above 4, and most widths at head dims above 128, have backward kernels of their own."""
+"""The CUDA kernels of `split_heads` and `join_heads` against float64, on poisoned memory. A lane has 8 columns of a head, and
+4 in most backwards. A warp walks along a strip of 8 to 256 tokens, or of the whole sequence if that is shorter, and takes 1, 2
+or 4 at once. Strips overlap by the width of the convolution. Widths above 4 have a backward kernel of their own; widths 2 and
+3, packed sequences, and rotated channels whose halves are not multiples of 8 share general kernels."""
 
 import os
 import subprocess

@@ -44,19 +44,6 @@ void check_tokens(const char* name, int64_t batch, int64_t tokens) {
   FASTMAX_CHECK(batch <= INT_MAX && tokens <= kMaxLayerTokens, name, " has too many tokens: ", batch, " x ", tokens);
 }
 
-// Returns x if it is contiguous at a multiple of 16 bytes, else a copy.
-Tensor aligned_dense(const Tensor& x) {
-  return x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 ? x : dense_copy(x, x.scalar_type());
-}
-
-// Returns x (b, n, channels) if the kernels can read its tokens, else a copy. channels is a multiple of 8.
-Tensor readable_tokens(const Tensor& x) {
-  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
-  const auto fits = [&](int i) { return x.stride(i) % elements == 0 || x.size(i) <= 1; };
-  const bool is_readable = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(2) == 1 && fits(0) && fits(1);
-  return is_readable ? x : dense_copy(x, x.scalar_type());
-}
-
 Tensor zeros_like(const Tensor& x) {
   Tensor zeros = empty_dense(x, x.scalar_type());
   return torch::stable::zero_(zeros);
@@ -137,12 +124,12 @@ struct SplitCall {
     p.b = static_cast<int>(x.qkv.size(0)), p.n = static_cast<int>(x.qkv.size(1)), p.channels = static_cast<int>(x.channels());
     p.math = math_mode(x.qkv.scalar_type(), /*allow_tf32=*/false);
     p.sm_count = get_device(x.qkv.get_device_index()).sm_count;
-    const Tensor& qkv = hold(readable_tokens(x.qkv));
+    const Tensor& qkv = hold(readable_or_dense(x.qkv));
     p.x = qkv.data_ptr(), p.x_batch = qkv.stride(0), p.x_token = qkv.stride(1);
     p.width = static_cast<int>(x.width());
     p.convolution = weight(x.conv_weight);
     if (x.recent.has_value() && p.width > 1) {
-      const Tensor& recent = hold(readable_tokens(*x.recent));
+      const Tensor& recent = hold(readable_or_dense(*x.recent));
       p.recent = recent.data_ptr(), p.recent_batch = recent.stride(0), p.recent_token = recent.stride(1);
     }
     if (x.places.has_value()) {
@@ -227,7 +214,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> split_heads_backward(
   SplitHeadsParams& p = call.p;
   for (int i = 0; i < 3; ++i) {
     if (!grads[i]->has_value()) continue;
-    const Tensor& grad = call.hold(is_aligned(**grads[i]) ? **grads[i] : dense_copy(**grads[i], qkv.scalar_type()));
+    const Tensor& grad = call.hold(readable_or_dense(**grads[i]));
     p.groups[i].grad = grad.data_ptr(), p.groups[i].grad_stride = {grad.stride(0), grad.stride(2), grad.stride(1)};
   }
   p.grad_x = of_qkv.data_ptr();
@@ -273,7 +260,7 @@ struct JoinCall {
     const Tensor& rows = hold(readable(o));
     p.o = rows.data_ptr(), p.o_stride = stride_of(rows);
     if (gate.has_value()) {
-      const Tensor& tokens = hold(readable_tokens(*gate));
+      const Tensor& tokens = hold(readable_or_dense(*gate));
       p.gate = tokens.data_ptr(), p.gate_batch = tokens.stride(0), p.gate_token = tokens.stride(1);
     }
     p.group.heads = static_cast<int>(o.size(1)), p.group.width = static_cast<int>(o.size(3)), p.group.eps = static_cast<float>(eps);
@@ -319,7 +306,7 @@ std::tuple<Tensor, Tensor, Tensor> join_heads_backward(const Tensor& grad_y, con
   if (is_empty(o)) return {of_o, of_weight, of_gate};
   JoinCall call(o, norm_weight, gate, eps);
   JoinHeadsParams& p = call.p;
-  const Tensor& grad = call.hold(readable_tokens(grad_y));
+  const Tensor& grad = call.hold(readable_or_dense(grad_y));
   p.group.grad = grad.data_ptr(), p.group.grad_stride = {grad.stride(0), o.size(3), grad.stride(1)};
   p.grad_o = of_o.data_ptr(), p.grad_o_stride = stride_of(of_o);
   if (gate.has_value()) p.grad_gate = of_gate.data_ptr();

@@ -51,15 +51,23 @@ inline Tensor zeros_like_layout(const Tensor& like, int64_t d) {
 
 inline Stride stride_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-// Whether the kernels can access x, 16 bytes at a time.
+inline bool begins_aligned(const Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0; }
+
+// Whether the kernels can access the rows of x, 16 bytes at a time.
 inline bool is_aligned(const Tensor& x) {
-  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
-  if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0 || x.stride(3) != 1 || x.size(3) % elements != 0) return false;
-  for (int i = 0; i < 3; ++i) {
+  const int64_t elements = 16 / static_cast<int64_t>(x.element_size()), last = x.dim() - 1;
+  if (!begins_aligned(x) || x.stride(last) != 1 || x.size(last) % elements != 0) return false;
+  for (int64_t i = 0; i < last; ++i) {
     if (x.stride(i) % elements != 0 && x.size(i) > 1) return false;
   }
   return true;
 }
+
+// Returns x if it is contiguous and begins at a multiple of 16 bytes, else a copy.
+inline Tensor aligned_dense(const Tensor& x) { return x.is_contiguous() && begins_aligned(x) ? x : dense_copy(x, x.scalar_type()); }
+
+// Returns x if the kernels can read its rows, else a contiguous copy. Rows are multiples of 16 bytes.
+inline Tensor readable_or_dense(const Tensor& x) { return is_aligned(x) ? x : dense_copy(x, x.scalar_type()); }
 
 // Returns x if the kernels can read it, else a copy whose last dimension is zero-padded to a multiple of 16 bytes.
 inline Tensor readable(const Tensor& x) {

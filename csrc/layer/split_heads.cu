@@ -1,7 +1,7 @@
 // Heads of q, k and v from the tokens of a projection: convolution, RMS norm and rotary positions in one pass, bound by memory.
-// A warp keeps the last tokens in registers while it walks, so each token is read once, besides width - 1 before each strip and,
-// in the backward, width - 1 after it. It takes several tokens at once, so that their sums over a head are in flight together, while
-// the next ones arrive in shared memory.
+// A warp keeps the last tokens in registers while it walks, so each token is read once, besides width - 1 before each strip
+// and, in the backward, width - 1 after it. It takes a batch of tokens at once, whose sums over a head are in flight together,
+// while the next ones arrive in shared memory.
 //
 // shards: FASTMAX_MATH=Bf16,Fp16,Fp32
 
@@ -24,8 +24,8 @@ constexpr int kThreads = 64;
 template <int kWidth>
 constexpr int kForwardBlocks = kWidth > kNarrow ? 4 : 6;
 
-// Tokens that a warp takes at once: as many as registers can hold, 64 bytes of each lane in the forward and 32 in the backward, and
-// half as many in the general kernels.
+// Tokens that a warp takes at once: as many as registers can hold, 64 bytes of each lane in the forward and 32 in the backward,
+// and half as many in the general kernels.
 template <class Element, bool kGeneral>
 constexpr int kForwardBatch = (kGeneral ? 32 : 64) / (kElements * static_cast<int>(sizeof(Element)));
 template <class Element, bool kGeneral, int kElements>
@@ -37,9 +37,10 @@ using FactorsOf = Factors<kBatch, kSlots, kGeneral ? 2 : 4>;
 __device__ __forceinline__ int next_slot(int slot) { return slot + 1 < kSlots ? slot + 1 : 0; }
 __device__ __forceinline__ int last_slot(int slot) { return slot > 0 ? slot - 1 : kSlots - 1; }
 
-// kGeneral: there may be places, narrower convolutions, and columns that turn whose halves are not made of whole lanes.
+// kGeneral: there may be places, a convolution narrower than kWidth, and columns that turn whose halves are not whole lanes.
 template <class Element, int kWidth, bool kGeneral>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<kWidth>) split_heads_kernel(const __grid_constant__ SplitHeadsParams p) {
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<kWidth>)
+    split_heads_kernel(const __grid_constant__ SplitHeadsParams p) {
   constexpr int kBatch = kForwardBatch<Element, kGeneral>, kBefore = kWidth - 1;
   extern __shared__ __align__(16) float shared[];
   __shared__ Ring<Element, kElements, 1, kSlots * kBatch, kThreads> ring;
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<kWidth>) split_heads_
   load_gain<Element>(group, at, gain);
 
   const int64_t row = int64_t{group.heads} * group.width;  // elements of a token
-  Element* out = static_cast<Element*>(group.out) + (int64_t{at.batch} * p.n + at.begin) * row + at.head * group.width + at.column;
+  Element* out = static_cast<Element*>(group.out) + (int64_t{at.batch} * p.n + at.begin) * row;
+  out += at.head * group.width + at.column;
   int slot = 0;
 #pragma unroll 1
   for (int t = at.begin; t < at.end; t += kBatch, slot = next_slot(slot)) {
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   };
   int slot = 0;
 #pragma unroll 1
-  for (int t = at.begin; t < at.end + width - 1; t += kBatch, slot = next_slot(slot)) {
+  for (int t = at.begin; t - (width - 1) < at.end; t += kBatch, slot = next_slot(slot)) {
     ptx::cp_async_wait<kSlots - 2>();
     __syncwarp();
     copy(t + (kSlots - 1) * kBatch, last_slot(slot));

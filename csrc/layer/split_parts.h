@@ -66,7 +66,8 @@ template <class Element>
 __device__ __forceinline__ const Element* grad_of_lane(const SplitHeadsParams& p, const Place& at) {
   const HeadGroup& group = p.groups[at.group];
   if (group.grad == nullptr || !at.exists) return static_cast<const Element*>(p.x);
-  return static_cast<const Element*>(group.grad) + at.batch * group.grad_stride.batch + at.head * group.grad_stride.head + at.column;
+  const Stride& stride = group.grad_stride;
+  return static_cast<const Element*>(group.grad) + at.batch * stride.batch + at.head * stride.head + at.column;
 }
 
 // Returns where a lane stores the gradient of token t of p.recent, which is before the first token, or null if there is none.
@@ -77,33 +78,34 @@ __device__ __forceinline__ Element* grad_of_recent(const SplitHeadsParams& p, co
   return static_cast<Element*>(p.grad_recent) + (int64_t{at.batch} * before + before + t) * p.channels + channel;
 }
 
-// cos and sin of kBatch tokens in a row, which a warp copies to its part of dynamic shared memory. All lanes read them, so barriers
-// of the warp are due between a copy and its use, and before the slot is copied to again.
-// kPiece: floats of a copy; they divide the numbers of floats of a token.
+// cos and sin of kBatch tokens in a row, which a warp copies to its part of dynamic shared memory. All lanes read them, so
+// barriers of the warp are due between a copy and its use, and before the slot is copied to again.
+// kPiece: floats of a copy; the number of columns that turn is a multiple.
 template <int kBatch, int kSlots, int kPiece>
 struct Factors {
   const float* shared;
-  uint32_t address;  // of shared
   const float *cos, *sin;
-  int64_t next;  // where the token that is copied next begins in cos and sin
   int rotated;
+  // Where the lane copies from, in cos and sin, and to.
+  int64_t next;
+  uint32_t address;
 
   static int bytes(int rotated, int warps) { return warps * kSlots * 2 * kBatch * rotated * static_cast<int>(sizeof(float)); }
 
   __device__ __forceinline__ Factors(const SplitHeadsParams& p, const Place& at, const float* block)
       : shared(block + threadIdx.x / 32 * (kSlots * 2 * kBatch * p.rotated)),
-        address(ptx::keep_in_register(ptx::smem_address(shared))),
         cos(p.cos),
         sin(p.sin),
-        next(at.batch * p.rotation_batch + int64_t{at.begin} * p.rotated),
-        rotated(p.rotated) {}
+        rotated(p.rotated),
+        next(at.batch * p.rotation_batch + int64_t{at.begin} * p.rotated + first()),
+        address(ptx::keep_in_register(ptx::smem_address(shared) + first() * sizeof(float))) {}
 
   // Copies the factors of the next tokens, as many as there are.
   __device__ __forceinline__ void copy(int slot, int tokens) {
-    const int floats = min(tokens, kBatch) * rotated;
+    const int floats = min(tokens, kBatch) * rotated - first();
     const uint32_t target = address + slot * 2 * kBatch * rotated * sizeof(float);
 #pragma unroll 1
-    for (int i = threadIdx.x % 32 * kPiece; i < floats; i += 32 * kPiece) {
+    for (int i = 0; i < floats; i += 32 * kPiece) {
       copy_piece(target + i * sizeof(float), cos + next + i);
       copy_piece(target + (kBatch * rotated + i) * sizeof(float), sin + next + i);
     }
@@ -113,14 +115,15 @@ struct Factors {
   __device__ __forceinline__ const float* sin_of(int slot) const { return cos_of(slot) + kBatch * rotated; }
 
  private:
+  static __device__ __forceinline__ int first() { return threadIdx.x % 32 * kPiece; }
   static __device__ __forceinline__ void copy_piece(uint32_t target, const float* source) {
     if constexpr (kPiece == 4) ptx::cp_async_16(target, source, 16);
     else ptx::cp_async_small<4 * kPiece>(target, source, 4 * kPiece);
   }
 };
 
-// Rotation of the first p.rotated columns of a head, of which a lane has kElements. cos and sin are those of the first token, and
-// rotated floats per token.
+// Rotation of the first p.rotated columns of a head, of which a lane has kElements. cos and sin are those of the first token,
+// and p.rotated floats per token.
 // kAligned: all columns of a lane have their partners in one other lane.
 template <int kElements, bool kAligned>
 struct Turn {
@@ -129,7 +132,11 @@ struct Turn {
   float* buffer;  // of the warp, 32 kElements floats; where the partners are in several lanes
 
   __device__ __forceinline__ Turn(const SplitHeadsParams& p, const Place& at, float* buffer)
-      : rotated(p.rotated), column(at.column), turns(at.column < p.rotated), is_aligned(kAligned || p.rotated % (2 * kElements) == 0), buffer(buffer) {
+      : rotated(p.rotated),
+        column(at.column),
+        turns(at.column < p.rotated),
+        is_aligned(kAligned || p.rotated % (2 * kElements) == 0),
+        buffer(buffer) {
     const int half = rotated / 2, lane = threadIdx.x % 32;
     partner = !turns ? lane : column < half ? lane + half / kElements : lane - half / kElements;
   }
@@ -211,7 +218,8 @@ struct Turn {
     }
   }
 
-  __device__ __forceinline__ void add(float (&x)[kElements], const float (&factor)[kElements], const float (&other)[kElements]) const {
+  __device__ __forceinline__ void add(float (&x)[kElements], const float (&factor)[kElements],
+                                      const float (&other)[kElements]) const {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if (is_aligned || column + i < rotated) x[i] = fmaf(x[i], factor[i], other[i]);
@@ -219,8 +227,8 @@ struct Turn {
   }
 };
 
-// Places in the workspace: sums of each strip for the gradients of the convolution, (width, channels), which come first, and of the
-// norms, by unit.
+// Places in the workspace: sums of each strip for the gradients of the convolution, (width, channels), which come first, and of
+// the norms, by unit.
 struct Workspace {
   int64_t norms[2], end;
 

@@ -44,8 +44,8 @@ struct Slice {
   }
 };
 
-// Shared memory through which a lane's slices of kTensors rows per token arrive, kStages tokens in turn. A lane reads only what
-// it copied itself, so no barrier is needed.
+// Shared memory through which a lane's slices of kTensors rows per token arrive, with slots for kStages tokens. A lane reads
+// only what it copied itself, so no barrier is needed.
 template <class Element, int kElements, int kTensors, int kStages, int kThreads>
 struct Ring {
   using Slice = fastmax::Slice<Element, kElements>;
@@ -108,7 +108,7 @@ __device__ __forceinline__ Place place_of_lane(const HeadGroup* groups, int coun
   int units = 0;
   for (int i = 0; i < count; ++i) units += groups[i].units;
   const int64_t strip = warp / units;
-  // Each strip begins with other units, as their costs differ: the blocks that a multiprocessor gets together are of all groups.
+  // Each strip begins with other units, as costs differ among groups: the blocks that a multiprocessor gets are of all groups.
   at.unit = static_cast<int>((warp + strip * (kThreads / 32)) % units);
   while (at.unit >= groups[at.group].units) at.unit -= groups[at.group++].units;
   const HeadGroup& group = groups[at.group];
@@ -123,26 +123,22 @@ __device__ __forceinline__ Place place_of_lane(const HeadGroup* groups, int coun
   return at;
 }
 
-// Means over the columns of a head. A lane adds its own sum where a head has fewer than 8 lanes, which doubles the sum exactly. All
-// lanes of the head get the same bits.
+// Means over the columns of a head. All lanes of the head get the same bits.
 struct HeadMean {
-  int lanes, others[3];  // of the head; lanes
+  int lanes;  // of the head
   float factor;
 
-  __device__ __forceinline__ HeadMean(int lanes, int width) : lanes(lanes), factor((lanes < 8 ? lanes / 8.f : 1.f) / width) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) others[i] = 4 >> i < lanes ? lane ^ 4 >> i : lane;
-  }
+  __device__ __forceinline__ HeadMean(int lanes, int width) : lanes(lanes), factor(1.f / width) {}
 
   template <int kSums>
   __device__ __forceinline__ void of(float (&sums)[kSums]) const {
     if (lanes > 16) add<16>(sums);
     if (lanes > 8) add<8>(sums);
-#pragma unroll
-    for (int level = 0; level < 3; ++level) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[i] += __shfl_sync(~0u, sums[i], others[level]);
+    if (lanes > 4) {  // one branch for all heads but narrow ones
+      add<4>(sums), add<2>(sums), add<1>(sums);
+    } else {
+      if (lanes > 2) add<2>(sums);
+      if (lanes > 1) add<1>(sums);
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] *= factor;

@@ -1,5 +1,6 @@
-// The backward of split_heads for convolutions wider than kNarrow. Not all fits into registers: the tokens of the window stay in the
-// shared memory in which they arrived, and weights and unfinished gradients lie there, too. A warp takes one token at a time.
+// The backward of split_heads for convolutions wider than kNarrow. Not all fits into registers: the tokens of the window stay in
+// the shared memory in which they arrived, and weights and unfinished gradients lie there, too. A warp takes one token at a
+// time.
 #pragma once
 
 #include "layer/split_parts.h"
@@ -22,7 +23,8 @@ __global__ void __launch_bounds__(kWideThreads) wide_backward_kernel(const __gri
   const Place at = place_of_lane<kElements, kThreads>(p.groups, 3, p.strips, p.n);
   if (at.is_idle) return;
   const HeadGroup& group = p.groups[at.group];
-  const int channel = at.exists ? group.first_channel + at.head * group.width + at.column : 0, width = p.width, lane = threadIdx.x;
+  const int channel = at.exists ? group.first_channel + at.head * group.width + at.column : 0;
+  const int width = p.width, lane = threadIdx.x;
   const bool is_normalized = group.norm.data != nullptr, is_rotated = at.group < 2 && p.rotated > 0;
   const bool has_grad = at.exists && group.grad != nullptr;
   const HeadMean mean(at.lanes, group.width);
@@ -54,7 +56,9 @@ __global__ void __launch_bounds__(kWideThreads) wide_backward_kernel(const __gri
 
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    for (int s = 0; s < kWidth; ++s) weights[s][i][lane] = at.exists && s < width ? weight_of<Element>(p, width, channel, s, i) : 0.f;
+    for (int s = 0; s < kWidth; ++s) {
+      weights[s][i][lane] = at.exists && s < width ? weight_of<Element>(p, width, channel, s, i) : 0.f;
+    }
     for (int s = 0; s + 1 < kWidth; ++s) partials[s][i][lane] = 0.f;
     gains[i][lane] = is_normalized && at.exists ? load_weight<Element>(group.norm, at.column + i) : 1.f;
   }

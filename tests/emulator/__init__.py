@@ -8,9 +8,11 @@ headers/ stands in for those headers of csrc/ that have PTX in them, a function 
 Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches and what a kernel is made of are the library's.
 
 Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h), of SplitHeadsParams and JoinHeadsParams
-(csrc/layer/layer.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode), sm_count (blocks of a persistent
-grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once; 1 and 2 the
-first or the last warp that can run, and all copies and products late; from 3 on at random.
+(csrc/layer/layer.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1, a2, order, causal,
+left, right, dropout, math (MathMode), sm_count (blocks of a persistent grid), resident (blocks that run side by side; the
+others follow) and schedule: 0 everything in order and at once; 1 and 2 the first or the last warp that can run, and all copies
+and products late; from 3 on at random. Of the layer: heads, kv_heads, head_dim, q_eps, k_eps, eps, and float_convolution and
+float_norm, which say that weights are float32.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ PORTABLE = (
     "layer/join_heads.cu",
     "layer/column_sums.cu",
 )
-HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/**/launch.cpp", "layer/*.cpp")
+HOST = (
+    "core/sm90/tensor_map.cpp",
+    "quadratic/algorithm.cpp",
+    "linear/algorithm.cpp",
+    "linear/order*/**/launch.cpp",
+    "layer/*.cpp",
+)
 MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
 
 
