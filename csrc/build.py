@@ -92,7 +92,7 @@ SPILL_EXCEPTIONS = {
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
     r"sm_120 .*decay_gradient_kernel\(": "up to ten words once per tile of tokens",
     r"sm_8\d .*linear_decay_tiles_kernel\(": "a word once per row",
-    r"sm_1\d\d .*split_heads_backward_kernel<(__nv_bfloat16|__half), 4, false, 4,": "a word or two, at most twice per "
+    r"sm_1\d\d .*split_heads_backward_kernel<__\w+, 4, false, 4,": "a word or two, at most twice per "
     "four tokens; none on sm_80 and sm_90",
 }
 
