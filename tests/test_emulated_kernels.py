@@ -62,6 +62,7 @@ class Case:
     right: int = -1
     exact_window: int = 0
     lag: int = 0  # tokens by which the decays of a query reach beyond its position
+    lim: float = 0.0  # to which rows of q and k are shortened
     order: int = 2
     dtype: torch.dtype = torch.bfloat16
     backward: bool = True
@@ -73,8 +74,13 @@ class Case:
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
         options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0) + ["fused"] * self.fused
-        options += [f"lag {self.lag}"] * (self.lag > 0) + [f"exact_window {self.exact_window}"] * (self.exact_window > 0)
+        options += [f"lim {self.lim}"] * (self.lim > 0) + [f"lag {self.lag}"] * (self.lag > 0) + [f"exact_window {self.exact_window}"] * (self.exact_window > 0)
         return f"{self.kernels} {self.n}x{self.m} d{self.d} h{self.h}/{self.hk} {' '.join(options)}"
+
+    @property
+    def table(self):
+        """The table that has the kernels."""
+        return self.algorithm if self.lim == 0 else "linear of shortened rows"
 
     @property
     def backward_kernels(self):
@@ -174,6 +180,12 @@ CASES = [
     Case("linear", "linear1_sm90", 1000, 1000, 64, h=1, hk=1, order=1, multiprocessors=8, schedules=1),
     Case("linear", "linear1_sm90", 330, 400, 128, hk=1, order=1),
     Case("linear", "linear1_sm90", 600, 600, 128, h=1, hk=1, order=1, multiprocessors=8),
+    # And of shortened rows, with keys that end with a tile and such that do not.
+    Case("linear", "linear1_sm90", 640, 640, 64, h=1, hk=1, order=1, lim=0.8, multiprocessors=1),
+    Case("linear", "linear1_sm90", 700, 777, 64, hk=1, order=1, lim=0.7, schedules=1),
+    Case("linear", "linear1_sm90", 1000, 1000, 64, h=1, hk=1, order=1, lim=0.8, multiprocessors=8, schedules=1),
+    Case("linear", "linear1_sm90", 330, 400, 128, hk=1, order=1, lim=0.8),
+    Case("linear", "linear1_sm90", 600, 600, 128, h=1, hk=1, order=1, lim=0.8, multiprocessors=8),
 ]
 
 
@@ -200,7 +212,17 @@ class Call:
         self.q, self.k = (bounded(case.b, *x, case.d, dtype=case.dtype) for x in ((case.h, case.n), (case.hk, case.m)))
         self.v, self.grad_o = (torch.randn(case.b, *x, case.d).to(case.dtype) for x in ((case.hk, case.m), (case.h, case.n)))
         self.grad_z = torch.randn(case.b, case.h, case.n) if case.is_softmax else None
+        if case.lim > 0:
+            self.q, self.k = (self._of_some_lengths(x) for x in (self.q, self.k))
+            options["k_factor"] = eager.normalize_tokens(self.q, self.k, case.lim)[3]
         self.exact = self._in_float64()
+
+    def _of_some_lengths(self, x):
+        """Returns random rows, most of which are between 0 and twice as long as lim; one is longer and one has zeros."""
+        x = torch.randn(x.shape) * torch.rand(*x.shape[:3], 1) * (2 * self.case.lim / x.shape[3] ** 0.5)
+        x[..., 7, :] *= 1e4
+        x[..., 70, :] = 0.0
+        return x.to(self.case.dtype)
 
     def _in_float64(self):
         case, operators = self.case, torch.ops.fastmax
@@ -217,6 +239,8 @@ class Call:
             how = (case.order, case.causal, case.dropout, case.algorithm, False)
             options = (mask, noise, None, *per_head, SCALE, *POLYNOMIAL, *how)
         q, k, v, grad_o = (x.double() for x in (self.q, self.k, self.v, self.grad_o))
+        if case.lim > 0:
+            q, k, *factors = eager.normalize_tokens(q, k, case.lim)
         if case.lag > 0:  # no operator has it
             o, z = eager.forward(q, k, v, self._with_lag(given), differentiable=False)
             decayed = z < 2.0**-100  # these count as 0
@@ -227,6 +251,9 @@ class Call:
         gradients = backward(grad_o, grad_z, q, k, v, o, z, *options)
         names = ("o", "z", "grad_q", "grad_k", "grad_v")
         exact = dict(zip(names, (o, z, *gradients), strict=False))
+        if case.lim > 0:
+            of_q, of_k = eager.normalize_tokens_backward(exact["grad_q"], exact["grad_k"], q, k, *factors, case.lim)
+            exact |= {"grad_q": of_q, "grad_k": of_k}
         return exact if case.decay is None else exact | {"grad_log_decay": gradients[-1]}
 
     def _with_lag(self, given):
@@ -250,16 +277,16 @@ class Call:
         numbers = dict(
             scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), order=case.order, causal=case.causal,
             dropout=case.dropout, left=case.left, right=case.right, lag=case.lag, exact_window=case.exact_window,
-            sm_count=case.multiprocessors, resident=case.resident, schedule=schedule,
+            lim=case.lim, sm_count=case.multiprocessors, resident=case.resident, schedule=schedule,
         )  # fmt: skip
         results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
-        assert library.run(case.algorithm, "forward", given | results, **numbers) == case.kernels
+        assert library.run(case.table, "forward", given | results, **numbers) == case.kernels
         if case.backward:
             gradients = {f"grad_{name}": nan_like(x) for name, x in (("q", self.q), ("k", self.k), ("v", self.v))}
             if case.decay is not None:
                 gradients["grad_log_decay"] = nan_like(given["log_decay"])
             given |= results | {"grad_o": self.grad_o, "grad_z": self.grad_z}
-            assert library.run(case.algorithm, "backward", given | gradients, **numbers) == case.backward_kernels
+            assert library.run(case.table, "backward", given | gradients, **numbers) == case.backward_kernels
             results |= gradients
         return results
 

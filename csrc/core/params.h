@@ -82,6 +82,11 @@ struct AttentionParams : Problem {
   const float* log_decay;        // (b, hk, m + lag), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
 
+  // Calls through kLinearOfShortened (linear/algorithm.h): the length to which rows of q and k are shortened, and the factors of k, lim / |k|
+  // or 1 (normalize/normalize.h). 0: q and k are as they are.
+  float lim;
+  const float* k_factor;         // (b, hk, m) contiguous
+
   // Tables that the launchers of the quadratic kernels fill from bounds, causality and window (quadratic/bounds.h).
   const Range* key_table;    // (b, hk, n): the keys that a query sees
   const Range* query_table;  // (b, hk, m): the queries that see a key

@@ -51,6 +51,10 @@ constexpr Kernels kFromState[] = {
     kLinear[std::size(kLinear) - 1],
 };
 
+#ifdef FASTMAX_HAS_SM90
+constexpr Kernels kOfShortened[] = {kLinear[1]};
+#endif
+
 }  // namespace
 
 void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_t stream) {
@@ -59,5 +63,10 @@ void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_
 
 constexpr Algorithm kLinearAlgorithm("linear", kLinear);
 constexpr Algorithm kLinearFromState("linear from a state", kFromState);
+#ifdef FASTMAX_HAS_SM90
+constexpr Algorithm kLinearOfShortened("linear of shortened rows", kOfShortened);
+#else
+constexpr Algorithm kLinearOfShortened("linear of shortened rows");
+#endif
 
 }  // namespace fastmax

@@ -78,6 +78,7 @@ void fill(AttentionParams& p) {
   take("noise", p.noise, p.noise_stride);
   take("k_start", p.k_start), take("k_end", p.k_end);
   take("log_decay", p.log_decay, p.log_decay_stride);
+  p.lim = static_cast<float>(number("lim", 0)), take("k_factor", p.k_factor);
 }
 
 void fill(FwdParams& p) {
@@ -125,7 +126,8 @@ void fill_more(Params& p) {
 }
 
 const Algorithm& algorithm_of(const std::string& name) {
-  for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kExactWindowAlgorithm, &kLinearAlgorithm, &kLinearFromState}) {
+  for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kExactWindowAlgorithm, &kLinearAlgorithm, &kLinearFromState,
+                                     &kLinearOfShortened}) {
     if (name == algorithm->name) return *algorithm;
   }
   throw std::runtime_error("emulator: no algorithm " + name);

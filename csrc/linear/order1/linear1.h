@@ -8,6 +8,9 @@
 // The state is the matrix sum y w^T, with the vectors sum w and sum (e) y. A block has the state in its accumulators and goes over a
 // segment of x: it computes results of a few rows, then adds the rows of y that they see to the state. The states before segments come
 // from sums over parts of y. So y and w are read twice, and once where a single segment per state fills the device.
+//
+// Hopper's kernels can shorten rows of q and k to the length `lim` (normalize="token", AttentionParams::lim): a longer row x counts as
+// F x with F = lim / |x|. No shortened row is written to memory. The factors of k are given, F of q is found where its rows are x.
 #pragma once
 
 #include "core/algorithm.h"
@@ -42,8 +45,8 @@ constexpr __host__ __device__ int64_t linear1_state_floats(int head_dim_qk, int 
 struct Linear1SumArgs : Linear1Problem {
   View y, w;
   RowMask y_mask;
-  RowScale y_scale;  // e, in sum e y; null: sum y
-  RowScale w_scale;  // 1 / z where w is grad_o (Linear1Walks::divides)
+  // Scales of the rows in sum y (e), in sum w and in the matrix (1 / z where w is grad_o: Linear1Walks::divides); null: 1.
+  RowScale y_scale, w_scale, matrix_scale;
   float* prefixes;   // [state][part][linear1_state_floats()]
 };
 
@@ -52,6 +55,8 @@ struct Linear1WalkArgs : Linear1Problem {
   View x, y, w;
   RowMask y_mask;
   RowScale x_scale;
+  RowScale y_scale, w_scale;  // the factors of k, which is y or w, where lim > 0
+  float lim;                  // to which rows of q and k are shortened; 0: they are as they are
   const float* prefixes;
   float c0, c1;
   View out;
@@ -65,13 +70,17 @@ struct Linear1WalkArgs : Linear1Problem {
   const float *given_z, *grad_z;  // [batch][x head][nx]; grad_z may be null
   float *e, *inverse_z;
   int64_t e_head;
+  // With lim > 0: q, of which out is the gradient, and F / z of its rows; e is then F e.
+  View q;
+  float* shortened_z;
 };
 
 // grad_w = sum (c0 + c1 x.y) w, grad_y = sum c1 (x2.w + e_y) y
 struct Linear1PairWalkArgs : Linear1Problem {
   View x, x2, y, w;
   RowMask x_mask;  // masked x rows are written as zeros
-  RowScale y_scale, w_scale;
+  RowScale y_scale, w_scale, matrix_scale;  // as of Linear1SumArgs
+  float lim;                                // as of Linear1WalkArgs
   const float* prefixes;
   float c0, c1;
   View grad_w, grad_y;

@@ -20,6 +20,10 @@
 //
 // A backward can read grad_o in place of g (Linear1Walks::divides): the pass of grad_q divides its results by z and stores e and 1 / z of
 // its rows. The pass of grad_k and grad_v multiplies scores, and rows of q where it adds them to the state, by 1 / z.
+//
+// Rows of q and k can be shortened (linear1.h). The factors F of rows of y or w multiply scores, rows that are added to the state, and
+// sums. Those of rows of x divide the constant in place of multiplying the scores: all weights of a row are then 1 / F times as large. F
+// of a row of x comes from its tile. The gradient F (grad - q (grad . q) / q . q) of a shortened row is made of its result.
 #include <type_traits>
 
 #include "core/launch.h"
@@ -34,21 +38,38 @@ namespace {
 
 enum class Walk { kForward, kGradQ, kPair };
 
-// Coefficients of the rows of y and w: none; e, for sum e y; or also 1 / z, where w is grad_o.
-enum class Scales { kNone, kE, kEAndZ };
-template <Scales kScales>
-inline constexpr int kScalesBytes = static_cast<int>(kScales) * kScaleBytes;
+// The most that a factor of a shortened row is: others are exactly 1.
+constexpr float kBelowOne = 0x1.fffffep-1f;
 
-// kDivides: x or w is grad_o.
-template <int kHeadDim, Walk kWalk, bool kDivides>
+// Coefficients of the rows of y and w, behind the rows of a stage: so many tiles of them, and which one (or none, -1) has those of sum y,
+// of sum w and of the matrix sum y w^T.
+template <int kTiles_, int kY_, int kW_, int kMatrix_>
+struct ScaleTiles {
+  static constexpr int kTiles = kTiles_, kY = kY_, kW = kW_, kMatrix = kMatrix_, kBytes = kTiles * kScaleBytes;
+};
+using NoScales = ScaleTiles<0, -1, -1, -1>;
+using EScales = ScaleTiles<1, 0, -1, -1>;        // e, for sum e y
+using DividingScales = ScaleTiles<2, 0, 1, 1>;   // e and 1 / z, where w is grad_o
+using FactorsOfY = ScaleTiles<1, 0, -1, 0>;      // F, of rows of y that are shortened
+using FactorsOfW = ScaleTiles<1, -1, 0, 0>;      // the same of w
+using ShorteningScales = ScaleTiles<3, 0, 1, 2>; // F e, 1 / z and F / z
+
+template <Walk kWalk, bool kDivides, bool kShortens>
+using ScalesOf = std::conditional_t<
+    kWalk == Walk::kPair, std::conditional_t<kShortens, ShorteningScales, std::conditional_t<kDivides, DividingScales, EScales>>,
+    std::conditional_t<!kShortens, NoScales, std::conditional_t<kWalk == Walk::kForward, FactorsOfY, FactorsOfW>>>;
+
+// kDivides: x or w is grad_o. kShortens: rows of q and k are shortened; gradients then divide.
+template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens>
 struct WalkTileSm90 {
   using RowTile = RowTileSm90<kHeadDim>;
   using StateTile = SwizzledTile<kHeadDim, kHeadDim>;  // [column of y][column of w]
   static constexpr bool kPair = kWalk == Walk::kPair;
-  static constexpr Scales kScales = !kPair ? Scales::kNone : kDivides ? Scales::kEAndZ : Scales::kE;
+  using Scales = ScalesOf<kWalk, kDivides, kShortens>;
+  static constexpr bool kScalesState = Scales::kMatrix >= 0;
   static constexpr int kThreads = 512;
-  static constexpr int kStages = kHeadDim == 64 ? 8 : kPair ? 3 : 4;
-  static constexpr bool kTwoX = kPair || kDivides;
+  static constexpr bool kTwoX = kPair || kDivides, kThreeX = kWalk == Walk::kGradQ && kShortens;
+  static constexpr int kStages = kHeadDim == 64 ? (kThreeX ? 6 : 8) : (kPair || kThreeX ? 3 : 4);
   // Even: of two warpgroups that take turns each has stages of its own. Of a stage that both read, one would take the parity of the
   // phase before last for its own.
   static constexpr int kXStages = kHeadDim == 64 ? 4 : 2;
@@ -56,12 +77,12 @@ struct WalkTileSm90 {
   static constexpr int kStates = kHeadDim == 64 ? 2 : 1;  // copies of the state, announced at those barriers in turn
   static constexpr int kResultWarps = kPair ? 8 : 4;  // that read a tile
   // At head dim 128 warpgroups have as many registers as their accumulators ask for.
-  static constexpr int kProducerRegisters = 64, kStateRegisters = kPair && kDivides ? 176 : 160;
-  static constexpr int kResultRegisters = kPair && kDivides ? 136 : 144;
+  static constexpr int kProducerRegisters = 64, kStateRegisters = kScalesState ? 176 : 160;
+  static constexpr int kResultRegisters = kScalesState ? 136 : 144;
   static_assert(kProducerRegisters + kStateRegisters + 2 * kResultRegisters <= 4 * ptx::registers_at_launch(kThreads));
 
   static constexpr int kTileBytes = RowTile::kBytes, kStageBytes = 2 * kTileBytes;  // y, w
-  static constexpr int kXBytes = (kTwoX ? 2 : 1) * kTileBytes;                      // x; x2 or o
+  static constexpr int kXBytes = (kThreeX ? 3 : kTwoX ? 2 : 1) * kTileBytes;        // x; x2 or o; q
   // sum w; sum e y, or of the forward sum y as operands: rounded, and what was left
   static constexpr int kVectorBytes = (kWalk == Walk::kGradQ ? 1 : 2) * kHeadDim * 4;
 
@@ -70,7 +91,7 @@ struct WalkTileSm90 {
   static constexpr int kState = kX + kXStages * kXBytes;
   static constexpr int kVector = kState + kStates * StateTile::kBytes;
   static constexpr int kScaleTiles = kVector + kVectors * kVectorBytes;  // of the rows of each stage
-  static constexpr int kBarriers = kScaleTiles + kStages * kScalesBytes<kScales>;
+  static constexpr int kBarriers = kScaleTiles + kStages * Scales::kBytes;
   static constexpr int kXBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   static constexpr int kStateRing = kXBarriers + Ring<kXStages>::kBarrierBytes;
   static constexpr int kVectorBarriers = kStateRing + Ring<kStateBarriers>::kBarrierBytes;
@@ -118,11 +139,11 @@ struct StateSm90 {
     for_each(w4, [&](float& x, float& y, int at) { *reinterpret_cast<float2*>(state + at) = make_float2(x, y); });
   }
 
-  // Adds the rows of a stage: y, w, and behind e 1 / z.
-  template <bool kDivides>
+  // Adds the rows of a stage, y and w. kScaled: times the scales.
+  template <bool kScaled>
   __device__ __forceinline__ void add(uint32_t stage, uint32_t scales, int w4) {
     const Operand<RowTile> y(stage), w = y.behind(RowTile::kBytes);
-    if constexpr (!kDivides) {
+    if constexpr (!kScaled) {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTileRows / 16; ++k) {
@@ -137,8 +158,8 @@ struct StateSm90 {
 #pragma unroll
       for (int k = 0; k < kTileRows / 16; ++k) {
         if (k >= 2) wgmma_wait<1>();  // for the products that read these registers
-        const float2 low = ptx::load_shared_f32x2(scales + kScaleBytes + (16 * k + 2 * t) * 4);
-        const float2 high = ptx::load_shared_f32x2(scales + kScaleBytes + (16 * k + 8 + 2 * t) * 4);
+        const float2 low = ptx::load_shared_f32x2(scales + (16 * k + 2 * t) * 4);
+        const float2 high = ptx::load_shared_f32x2(scales + (16 * k + 8 + 2 * t) * 4);
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m) {
           uint32_t a[4];
@@ -221,42 +242,44 @@ __device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int 
 }
 
 // Starts the loads of a stage: y, w and the coefficients of their rows.
-template <int kHeadDim, Scales kScales, class Args>
+template <int kHeadDim, class Scales, class Args>
 __device__ __forceinline__ void load_rows(const Args& a, const CUtensorMap& y_map, const CUtensorMap& w_map, uint32_t stage, uint32_t scales,
                                           uint32_t barrier, int token, int head, int batch) {
   using RowTile = RowTileSm90<kHeadDim>;
-  ptx::mbarrier_arrive_expect(barrier, 2 * RowTile::kBytes + kScalesBytes<kScales>);
+  ptx::mbarrier_arrive_expect(barrier, 2 * RowTile::kBytes + Scales::kBytes);
   RowTile::load(stage, y_map, barrier, token, head, batch);
   RowTile::load(stage + RowTile::kBytes, w_map, barrier, token, head, batch);
-  if constexpr (kScales != Scales::kNone) {
+  if constexpr (Scales::kTiles > 0) {
     const int64_t y_head = int64_t{batch} * a.state_heads * a.y_group + head;
-    ptx::bulk_load(scales, tile_scales(a.y_scale, a.ny, y_head, token), kScaleBytes, barrier);
-    if constexpr (kScales == Scales::kEAndZ) {
-      ptx::bulk_load(scales + kScaleBytes, tile_scales(a.w_scale, a.ny, y_head, token), kScaleBytes, barrier);
-    }
+    const auto load = [&](int tile, const RowScale& scale) {
+      ptx::bulk_load(scales + tile * kScaleBytes, tile_scales(scale, a.ny, y_head, token), kScaleBytes, barrier);
+    };
+    if constexpr (Scales::kY >= 0) load(Scales::kY, a.y_scale);
+    if constexpr (Scales::kW >= 0) load(Scales::kW, a.w_scale);
+    if constexpr (Scales::kTiles == 3) load(Scales::kMatrix, a.matrix_scale);
   }
 }
 
 // Adds a stage's rows of y or of w.
-template <int kHeadDim, Scales kScales>
+template <int kHeadDim, class Scales>
 __device__ __forceinline__ void add_columns(ColumnSumsSm90<kHeadDim>& sums, bool of_y, uint32_t stage, const char* scales) {
   const float* weights = nullptr;
-  if (of_y && kScales != Scales::kNone) weights = reinterpret_cast<const float*>(scales);
-  if (!of_y && kScales == Scales::kEAndZ) weights = reinterpret_cast<const float*>(scales + kScaleBytes);
+  if (of_y && Scales::kY >= 0) weights = reinterpret_cast<const float*>(scales + Scales::kY * kScaleBytes);
+  if (!of_y && Scales::kW >= 0) weights = reinterpret_cast<const float*>(scales + Scales::kW * kScaleBytes);
   sums.add(stage + (of_y ? 0 : RowTileSm90<kHeadDim>::kBytes), weights);
 }
 
 // What all roles of a block share: arguments, shared memory, and its tiles. Members are references to variables of the kernel: the
 // compiler then allocates registers as for lambdas.
-template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
+template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens_, class Args>
 struct WalkBlock {
-  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides>;
+  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides, kShortens_>;
   using RowTile = typename Tile::RowTile;
   using StateTile = typename Tile::StateTile;
   static constexpr int kDim = kHeadDim;
   static constexpr Walk kPass = kWalk;
-  static constexpr bool kPair = Tile::kPair, kNormalises = kWalk == Walk::kForward, kHasZ = kDivides;
-  static constexpr Scales kScales = Tile::kScales;
+  static constexpr bool kPair = Tile::kPair, kNormalises = kWalk == Walk::kForward, kHasZ = kDivides, kShortens = kShortens_;
+  using Scales = typename Tile::Scales;
   static constexpr int kStages = Tile::kStages, kXStages = Tile::kXStages, kStates = Tile::kStates, kVectors = Tile::kVectors;
   static constexpr int kStateBarriers = Tile::kStateBarriers, kTileBytes = Tile::kTileBytes;
 
@@ -275,13 +298,13 @@ struct WalkBlock {
   const int& y_group;      // stages of a tile: heads of y that share a state
   const float* const& before;  // the sums before the segment; null: nothing is
 
-  __device__ __forceinline__ static int scales_at(int stage) { return Tile::kScaleTiles + stage * kScalesBytes<kScales>; }
+  __device__ __forceinline__ static int scales_at(int stage) { return Tile::kScaleTiles + stage * Tile::Scales::kBytes; }
 };
 
 // The producer of stages of y and w, and of own tiles of x: one thread.
 template <class Block>
-__device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map, const CUtensorMap& x2_map, const CUtensorMap& y_map,
-                                        const CUtensorMap& w_map) {
+__device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map, const CUtensorMap& x2_map, const CUtensorMap& x3_map,
+                                        const CUtensorMap& y_map, const CUtensorMap& w_map) {
   using Tile = typename Block::Tile;
   using RowTile = typename Block::RowTile;
   const auto& a = b.a;
@@ -296,11 +319,12 @@ __device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map
       b.x_ring.expect(at, Tile::kXBytes);
       RowTile::load(x, x_map, b.x_ring.full(at), token, b.x_head, b.batch);
       if constexpr (Tile::kTwoX) RowTile::load(x + Block::kTileBytes, x2_map, b.x_ring.full(at), token, b.x_head, b.batch);
+      if constexpr (Tile::kThreeX) RowTile::load(x + 2 * Block::kTileBytes, x3_map, b.x_ring.full(at), token, b.x_head, b.batch);
     }
     for (int i = 0; i < b.y_group; ++i) {
       const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
       b.ring.wait_until_empty(at);
-      load_rows<Block::kDim, Block::kScales>(a, y_map, w_map, b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage),
+      load_rows<Block::kDim, typename Block::Scales>(a, y_map, w_map, b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage),
                                              b.ring.full(at), tile_token(a, a.ny, a.y_row(a.boundary + row)),
                                              b.kv_head * b.y_group + i, b.batch);
       if (!is_own) ptx::mbarrier_arrive_many(b.ring.empty(at), Tile::kResultWarps);
@@ -324,7 +348,7 @@ struct VectorConsumer {
         const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
         b.ring.wait_until_full(at);
         if (!of_y || Block::kPass != Walk::kGradQ) {
-          add_columns<kHeadDim, Block::kScales>(sums, of_y, b.stages_at + at.stage * Tile::kStageBytes,
+          add_columns<kHeadDim, typename Block::Scales>(sums, of_y, b.stages_at + at.stage * Tile::kStageBytes,
                                                 (b.shared + (b.stages_at - ptx::smem_address(b.shared))) + b.scales_at(at.stage));
           ptx::fence_proxy_async();  // the last loads may be under way where nothing was made of them yet
         }
@@ -368,7 +392,8 @@ struct StateConsumer {
       for (int i = 0; i < b.y_group; ++i) {
         const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
         b.ring.wait_until_full(at);
-        state.template add<Block::kPair && Block::kHasZ>(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage), b.w4);
+        state.template add<Tile::kScalesState>(b.stages_at + at.stage * Tile::kStageBytes,
+                                               b.stages_at + b.scales_at(at.stage) + Block::Scales::kMatrix * kScaleBytes, b.w4);
         b.ring.release(at, b.lane);
       }
     }
@@ -398,7 +423,11 @@ struct ResultConsumer {
   using Products = Wgmma<Bf16, Block::kDim>;
   static constexpr int kHeadDim = Block::kDim, kDepth = kHeadDim / 16, kTileBytes = Block::kTileBytes;
   static constexpr bool kPair = Block::kPair, kNormalises = Block::kNormalises;
-  static constexpr bool kHasZ = Block::kHasZ, kGivenZ = Block::kPass == Walk::kGradQ && kHasZ;
+  static constexpr bool kHasZ = Block::kHasZ, kGivenZ = Block::kPass == Walk::kGradQ && kHasZ, kShortens = Block::kShortens;
+  using Scales = typename Block::Scales;
+  // Results that are gradients of rows that may be shortened, which are tile kRowsTile of x.
+  static constexpr bool kOfShortened = kShortens && (Block::kPass == Walk::kGradQ || kSecond);
+  static constexpr int kRowsTile = Block::kPass == Walk::kGradQ ? 2 : 0;
 
   // A tile in registers: its scores and results, and coefficients of rows g and g + 8.
   struct Registers {
@@ -408,6 +437,7 @@ struct ResultConsumer {
     float (&constant)[2];  // of the vector, and but for a second gradient of scores
     float (&factor)[2];    // of the result
     float (&z)[2];         // this lane's part of the denominators
+    float (&length)[2];    // F of rows of x, of a result that is not a gradient of theirs
   };
 
   const Block& b;
@@ -424,7 +454,8 @@ struct ResultConsumer {
     const int first_stage = (b.rank + i * b.group) * b.y_group;
     const RingPosition x_at = RingPosition::of<Block::kXStages>(i);
     const RingPosition state_at = RingPosition::of<Block::kStateBarriers>(i), vector_at = RingPosition::of<Block::kVectors>(i);
-    const uint32_t x_tile = b.stages_at + Tile::kX + x_at.stage * Tile::kXBytes + (kSecond ? kTileBytes : 0);
+    const uint32_t x_stage = b.stages_at + Tile::kX + x_at.stage * Tile::kXBytes;
+    const uint32_t x_tile = x_stage + (kSecond ? kTileBytes : 0);
     const uint32_t vector = b.stages_at + Tile::kVector + vector_at.stage * Tile::kVectorBytes;
     const Operand<RowTile> x(x_tile);
     const Operand<StateTile> state(b.stages_at + Tile::kState + i % Block::kStates * StateTile::kBytes);
@@ -440,6 +471,15 @@ struct ResultConsumer {
     [[maybe_unused]] float given_z[2] = {}, grad_z[2] = {};
     if constexpr (kGivenZ) load_z(row, given_z, grad_z);
     b.x_ring.wait_until_full(x_at);
+    [[maybe_unused]] float length[2] = {1.f, 1.f};
+    if constexpr (kShortens && !kOfShortened) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        length[r] = length_factor(squared_length(x_stage, r));
+        constant[r] /= length[r];
+        if constexpr (kPair) factor[r] = length[r];
+      }
+    }
     if constexpr (kGivenZ) divide(row, x_tile, given_z, grad_z, constant, factor);
     // Before the ring: a state has all rows before the tile, so what was in its stages before had come, and the parity is right though
     // a warpgroup that takes turns did not look at it.
@@ -449,7 +489,7 @@ struct ResultConsumer {
     float s[kTileRows / 2], out[kHeadDim / 2];
     [[maybe_unused]] float z[2] = {};
     uint32_t weights[kTileRows / 4];
-    const Registers tile{s, out, weights, constant, factor, z};
+    const Registers tile{s, out, weights, constant, factor, z, length};
     if constexpr (kPair) {
       wgmma_fence();
       start_result(tile, x, state);
@@ -485,9 +525,12 @@ struct ResultConsumer {
       add_values(tile, y.behind(kTileBytes));
       b.ring.release(at, b.lane);
     }
-    // The product of x with the rounded sums goes into z alone, which the assembler may make behind the release (pipeline.h).
-    if constexpr (kNormalises) ptx::fence_proxy_async();
-    b.x_ring.release(x_at, b.lane);
+    if constexpr (!kOfShortened) {
+      // The product of x with the rounded sums goes into z alone, which the assembler may make behind the release (pipeline.h). So may
+      // what the length of rows of x goes into.
+      if constexpr (kNormalises || kShortens) ptx::fence_proxy_async();
+      b.x_ring.release(x_at, b.lane);
+    }
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; ++j) {
       const float2 sum = ptx::load_shared_f32x2(vector + (kSecond ? 4 * kHeadDim : 0) + (8 * j + 2 * t) * 4);
@@ -495,7 +538,46 @@ struct ResultConsumer {
       for (int e = 0; e < 4; ++e) out[4 * j + e] = fmaf(constant[e / 2], e % 2 == 0 ? sum.x : sum.y, out[4 * j + e]);
     }
     b.vectors.release(vector_at, b.lane);
+    if constexpr (kOfShortened) {
+      project(tile, x_stage + kRowsTile * kTileBytes);
+      ptx::fence_proxy_async();
+      b.x_ring.release(x_at, b.lane);
+    }
     store(tile, row);
+  }
+
+  __device__ __forceinline__ float squared_length(uint32_t tile, int r) const {
+    return quad_sum(row_product<kHeadDim>(tile, tile, tile_row + 8 * r));
+  }
+  // F of a row; 1 exactly if it is not shortened.
+  __device__ __forceinline__ float length_factor(float squares) const {
+    const float lim = b.a.lim;
+    return squares > lim * lim ? fminf(lim * rsqrtf(squares), kBelowOne) : 1.f;
+  }
+
+  // From gradients of shortened rows, those of the rows.
+  __device__ __forceinline__ void project(const Registers& tile, uint32_t rows) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float squares = squared_length(rows, r), length = length_factor(squares);
+      float along = 0.f;
+      for_each_pair(rows, r, [&](int at, float x, float y) { along = fmaf(tile.out[at], x, fmaf(tile.out[at + 1], y, along)); });
+      along = quad_sum(along);
+      along = length < 1.f ? along / squares : 0.f;
+      for_each_pair(rows, r, [&](int at, float x, float y) {
+        tile.out[at] = fmaf(-along, x, tile.out[at]), tile.out[at + 1] = fmaf(-along, y, tile.out[at + 1]);
+      });
+      tile.factor[r] *= length;
+    }
+  }
+  // f(accumulator, a row's element there, the next one) for the columns of a lane.
+  template <class F>
+  __device__ __forceinline__ void for_each_pair(uint32_t rows, int r, F&& f) const {
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      const uint32_t x = ptx::load_shared_u32(rows + RowTile::chunk_offset(tile_row + 8 * r, j) + 4 * t);
+      f(4 * j + 2 * r, low_bf16(x), high_bf16(x));
+    }
   }
 
   __device__ __forceinline__ void load_z(int row, float (&given_z)[2], float (&grad_z)[2]) const {
@@ -517,9 +599,12 @@ struct ResultConsumer {
       factor[r] = given_z[r] == 0.f ? 0.f : 1.f / given_z[r];
       if (given_z[r] == 0.f) grad_z[r] = 0.f;
       constant[r] = a.c1 * fmaf(grad_z[r], given_z[r], -dot);
+      [[maybe_unused]] const float length = kShortens ? length_factor(squared_length(x_tile + kRowsTile * kTileBytes, r)) : 1.f;
       if (t == 0 && row + tile_row + 8 * r < a.nx) {
         const int64_t at = b.head_index * a.e_head + row + tile_row + 8 * r;
-        a.e[at] = fmaf(-dot, factor[r], grad_z[r]), a.inverse_z[at] = factor[r];
+        const float e = fmaf(-dot, factor[r], grad_z[r]);
+        a.e[at] = length * e, a.inverse_z[at] = factor[r];
+        if constexpr (kShortens) a.shortened_z[at] = length * factor[r];
       }
     }
   }
@@ -564,14 +649,21 @@ struct ResultConsumer {
 #pragma unroll
     for (int j = 0; j < kTileRows / 2; j += 2) {
       const int column = j / 4 * 8 + 2 * t, r = j / 2 % 2, seen_row = tile_row + 8 * r;
-      float2 e = make_float2(tile.constant[r], tile.constant[r]), inverse = make_float2(1.f, 1.f);
-      if constexpr (kSecond) e = ptx::load_shared_f32x2(b.stages_at + b.scales_at(stage) + 4 * column);
-      if constexpr (kPair && kHasZ) inverse = ptx::load_shared_f32x2(b.stages_at + b.scales_at(stage) + kScaleBytes + 4 * column);
+      float2 constant = make_float2(tile.constant[r], tile.constant[r]);
+      [[maybe_unused]] float2 scale = make_float2(1.f, 1.f);
+      if constexpr (kSecond) constant = scales(stage, Scales::kY, column);
+      if constexpr (Scales::kMatrix >= 0) scale = scales(stage, Scales::kMatrix, column);
       float low, high;
       if constexpr (kSecond) {
-        low = a.c1 * fmaf(s[j], inverse.x, e.x), high = a.c1 * fmaf(s[j + 1], inverse.y, e.y);
-      } else {
-        low = fmaf(a.c1, s[j], e.x) * inverse.x, high = fmaf(a.c1, s[j + 1], e.y) * inverse.y;
+        low = a.c1 * fmaf(s[j], scale.x, constant.x), high = a.c1 * fmaf(s[j + 1], scale.y, constant.y);
+      } else if constexpr (Scales::kW == Scales::kMatrix) {
+        low = fmaf(a.c1, s[j], constant.x) * scale.x, high = fmaf(a.c1, s[j + 1], constant.y) * scale.y;
+      } else {  // the constant has the scale of sum w
+        if constexpr (Scales::kW >= 0) {
+          const float2 of_w = scales(stage, Scales::kW, column);
+          constant.x *= of_w.x, constant.y *= of_w.y;
+        }
+        low = fmaf(a.c1 * s[j], scale.x, constant.x), high = fmaf(a.c1 * s[j + 1], scale.y, constant.y);
       }
       // Reversed rows lie in memory in the order of tokens: later rows come first.
       if (kPair ? column < seen_row : column > seen_row) low = 0.f;
@@ -580,6 +672,11 @@ struct ResultConsumer {
       tile.weights[j / 2] = ptx::pack_bf16x2(low, high);
     }
     keep(tile.weights);
+  }
+
+  // Of two rows of a stage, from `row` on.
+  __device__ __forceinline__ float2 scales(int stage, int tile, int row) const {
+    return ptx::load_shared_f32x2(b.stages_at + b.scales_at(stage) + tile * kScaleBytes + 4 * row);
   }
 
   __device__ __forceinline__ void add_values(const Registers& tile, const Operand<RowTile>& values) const {
@@ -598,13 +695,14 @@ struct ResultConsumer {
       const float rows_before = static_cast<float>(a.y_row(a.boundary) + row);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float row_sum = fmaf(a.c0, rows_before, quad_sum(tile.z[r]));
+        const float row_sum = fmaf(kShortens ? tile.constant[r] : a.c0, rows_before, quad_sum(tile.z[r]));
         tile.factor[r] = row_sum == 0.f ? 0.f : 1.f / row_sum;
-        if (t == 0 && token + 8 * r < a.nx) a.z[int64_t{b.head_index} * a.nx + token + 8 * r] = row_sum;
+        const float z = kShortens ? tile.length[r] * row_sum : row_sum;
+        if (t == 0 && token + 8 * r < a.nx) a.z[int64_t{b.head_index} * a.nx + token + 8 * r] = z;
       }
     }
     auto& blocks = reinterpret_cast<float(&)[kHeadDim / 8][4]>(tile.out);
-    if constexpr (kNormalises) {
+    if constexpr (kNormalises && !kShortens) {
       if (a.noise.data != nullptr) multiply_noise<Bf16>(a.noise, false, a.dropout, b.batch, b.x_head, token, a.nx, 0, a.w_columns, blocks);
     }
     if constexpr (kPair) {
@@ -616,11 +714,12 @@ struct ResultConsumer {
   }
 };
 
-template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
-__global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThreads, 1)
+template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens, class Args>
+__global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides, kShortens>::kThreads, 1)
     linear1_walk_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap x2_map,
-                             const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map, const Args a) {
-  using Block = WalkBlock<kHeadDim, kWalk, kDivides, Args>;
+                             const __grid_constant__ CUtensorMap x3_map, const __grid_constant__ CUtensorMap y_map,
+                             const __grid_constant__ CUtensorMap w_map, const Args a) {
+  using Block = WalkBlock<kHeadDim, kWalk, kDivides, kShortens, Args>;
   using Tile = typename Block::Tile;
   extern __shared__ char shared[];
   const uint32_t stages_at = first_tile(shared);
@@ -657,7 +756,7 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
   if (warpgroup == 0) {
     if constexpr (kHeadDim == 128) ptx::fewer_registers<Tile::kProducerRegisters>();
     if (warp == 0 && lane == 0) {
-      produce(block, x_map, x2_map, y_map, w_map);
+      produce(block, x_map, x2_map, x3_map, y_map, w_map);
     } else if (warp == 1 || warp == 2) {
       const bool of_y = warp == 1;
       ColumnSumsSm90<kHeadDim> sums(before == nullptr ? nullptr : before + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0));
@@ -679,21 +778,22 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
   }
 }
 
-template <int kHeadDim, Scales kScales>
+template <int kHeadDim, class Scales_>
 struct SumTileSm90 {
+  using Scales = Scales_;
   static constexpr int kThreads = 256;
   static constexpr int kStages = kHeadDim == 64 ? 12 : 6;
   static constexpr int kStageBytes = 2 * RowTileSm90<kHeadDim>::kBytes;
   static constexpr int kScaleTiles = kStages * kStageBytes;
-  static constexpr int kBarriers = kScaleTiles + kStages * kScalesBytes<kScales>;
+  static constexpr int kBarriers = kScaleTiles + kStages * Scales::kBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "stages and barriers do not fit");
 };
 
-template <int kHeadDim, Scales kScales>
-__global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
+template <int kHeadDim, class Scales>
+__global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
     linear1_sums_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map, const Linear1SumArgs a) {
-  using Tile = SumTileSm90<kHeadDim, kScales>;
+  using Tile = SumTileSm90<kHeadDim, Scales>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ char shared[];
   const uint32_t stages_at = first_tile(shared);
@@ -718,8 +818,8 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
       const int row = a.y_row(begin) + (tiles - 1 - i / a.y_group) * kTileRows;
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_empty(at);
-      load_rows<kHeadDim, kScales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes,
-                                   stages_at + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>, ring.full(at), tile_token(a, a.ny, row),
+      load_rows<kHeadDim, Scales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes,
+                                   stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes, ring.full(at), tile_token(a, a.ny, row),
                                    state_index % a.state_heads * a.y_group + i % a.y_group, state_index / a.state_heads);
     }
   } else if (warp == 1 || warp == 2) {
@@ -728,8 +828,8 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
     for (int i = 0; i < stages; ++i) {
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_full(at);
-      add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
-                                     shared_tiles + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>);
+      add_columns<kHeadDim, Scales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
+                                     shared_tiles + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes);
       ptx::fence_proxy_async();  // as in VectorConsumer
       ring.release(at, lane);
     }
@@ -742,8 +842,9 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
     for (int i = 0; i < stages; ++i) {
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_full(at);
-      state.template add<kScales == Scales::kEAndZ>(stages_at + at.stage * Tile::kStageBytes,
-                                                    stages_at + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>, warp % 4);
+      state.template add<(Scales::kMatrix >= 0)>(
+          stages_at + at.stage * Tile::kStageBytes,
+          stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes + Scales::kMatrix * kScaleBytes, warp % 4);
       ring.release(at, lane);
     }
     state.store(out, warp % 4);
@@ -754,44 +855,57 @@ CUtensorMap rows_map(const View& x, const Linear1Problem& p, int heads, int toke
   return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
 }
 
-template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
-void launch(const char* name, const Args& a, const View& x2, int x2_columns, cudaStream_t stream) {
-  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides>;
+template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens, class Args>
+void launch(const char* name, const Args& a, const View& x2, int x2_columns, const View& x3, cudaStream_t stream) {
+  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides, kShortens>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.y_columns), x2_map = rows_map(x2, a, x_heads, a.nx, x2_columns);
+  const CUtensorMap x3_map = Tile::kThreeX ? rows_map(x3, a, x_heads, a.nx, a.w_columns) : x_map;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
-  launch_kernel(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, Args>,
-                grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), Tile::kThreads, Tile::kSharedBytes, stream, x_map, x2_map, y_map,
-                w_map, a);
+  launch_kernel(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, kShortens, Args>,
+                grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), Tile::kThreads, Tile::kSharedBytes, stream, x_map, x2_map, x3_map,
+                y_map, w_map, a);
 }
 
 template <int kHeadDim>
 void launch_walk(const Linear1WalkArgs& a, cudaStream_t stream) {
-  if (a.z != nullptr) launch<kHeadDim, Walk::kForward, false>("linear1_walk_sm90", a, a.x, a.y_columns, stream);
-  else if (a.o.data == nullptr) launch<kHeadDim, Walk::kGradQ, false>("linear1_walk_sm90", a, a.x, a.y_columns, stream);
-  else launch<kHeadDim, Walk::kGradQ, true>("linear1_walk_sm90", a, a.o, a.y_columns, stream);
+  constexpr const char* kName = "linear1_walk_sm90";
+  if (a.z != nullptr) {
+    if (a.lim > 0.f) launch<kHeadDim, Walk::kForward, false, true>(kName, a, a.x, a.y_columns, a.x, stream);
+    else launch<kHeadDim, Walk::kForward, false, false>(kName, a, a.x, a.y_columns, a.x, stream);
+  } else if (a.o.data == nullptr) {
+    launch<kHeadDim, Walk::kGradQ, false, false>(kName, a, a.x, a.y_columns, a.x, stream);
+  } else {
+    if (a.lim > 0.f) launch<kHeadDim, Walk::kGradQ, true, true>(kName, a, a.o, a.y_columns, a.q, stream);
+    else launch<kHeadDim, Walk::kGradQ, true, false>(kName, a, a.o, a.y_columns, a.x, stream);
+  }
 }
 
 template <int kHeadDim>
 void launch_pair_walk(const Linear1PairWalkArgs& a, cudaStream_t stream) {
-  if (a.w_scale.data == nullptr) launch<kHeadDim, Walk::kPair, false>("linear1_pair_walk_sm90", a, a.x2, a.w_columns, stream);
-  else launch<kHeadDim, Walk::kPair, true>("linear1_pair_walk_sm90", a, a.x2, a.w_columns, stream);
+  constexpr const char* kName = "linear1_pair_walk_sm90";
+  if (a.w_scale.data == nullptr) launch<kHeadDim, Walk::kPair, false, false>(kName, a, a.x2, a.w_columns, a.x, stream);
+  else if (a.lim > 0.f) launch<kHeadDim, Walk::kPair, true, true>(kName, a, a.x2, a.w_columns, a.x, stream);
+  else launch<kHeadDim, Walk::kPair, true, false>(kName, a, a.x2, a.w_columns, a.x, stream);
 }
 
-template <int kHeadDim, Scales kScales>
+template <int kHeadDim, class Scales>
 void launch_sums(const Linear1SumArgs& a, cudaStream_t stream) {
-  using Tile = SumTileSm90<kHeadDim, kScales>;
+  using Tile = SumTileSm90<kHeadDim, Scales>;
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
-  launch_kernel("linear1_sums_sm90", linear1_sums_sm90_kernel<kHeadDim, kScales>, grid_1d(int64_t{a.states()} * a.parts), Tile::kThreads,
+  launch_kernel("linear1_sums_sm90", linear1_sums_sm90_kernel<kHeadDim, Scales>, grid_1d(int64_t{a.states()} * a.parts), Tile::kThreads,
                 Tile::kSharedBytes, stream, y_map, w_map, a);
 }
 
 template <int kHeadDim>
 void launch_sums(const Linear1SumArgs& a, cudaStream_t stream) {
-  if (a.y_scale.data == nullptr) launch_sums<kHeadDim, Scales::kNone>(a, stream);
-  else if (a.w_scale.data == nullptr) launch_sums<kHeadDim, Scales::kE>(a, stream);
-  else launch_sums<kHeadDim, Scales::kEAndZ>(a, stream);
+  const float *y = a.y_scale.data, *w = a.w_scale.data, *matrix = a.matrix_scale.data;
+  if (matrix == nullptr) y == nullptr ? launch_sums<kHeadDim, NoScales>(a, stream) : launch_sums<kHeadDim, EScales>(a, stream);
+  else if (w == nullptr) launch_sums<kHeadDim, FactorsOfY>(a, stream);
+  else if (y == nullptr) launch_sums<kHeadDim, FactorsOfW>(a, stream);
+  else if (w == matrix) launch_sums<kHeadDim, DividingScales>(a, stream);
+  else launch_sums<kHeadDim, ShorteningScales>(a, stream);
 }
 
 }  // namespace
