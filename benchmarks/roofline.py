@@ -109,7 +109,8 @@ _QUADRATIC: dict[str, _Passes] = {
     r"quadratic_round_grad_q_sm90_kernel": (None, lambda s: Work(None, 3 * s.tensor)),  # fp32 sums to results
     r"quadratic_bwd_sm90_kernel<.*, \(?(bool\))?(false|0)>": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_sm90_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),  # owns keys
-    # For q and k together, with a factor for each row.
+    # The factors of k alone; and for q and k together, with a factor for each row.
+    r"normalize_tokens_kernel<.*, \(?(bool\))?(false|0)>": (lambda s: Work(None, s.tensor + 4 * s.rows), None),
     r"normalize_tokens_kernel": (lambda s: Work(None, 4 * s.tensor + 8 * s.rows), None),
     r"normalize_tokens_backward_kernel": (None, lambda s: Work(None, 6 * s.tensor + 8 * s.rows)),
     r"merge_kernel": (lambda s: Work(None, 3 * s.tensor + 12 * s.rows), None),
@@ -159,6 +160,10 @@ _LINEAR1: dict[str, _Passes] = {
     ),
     # On Hopper: o (0), grad_q and g (1), grad_k and grad_v (2). Every block of a group computes the states.
     r"linear1_walk_sm90_kernel<\d+, [^,]*\)0\b": (lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows), None),
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)1, [^,]*, \(?(bool\))?(true|1)\b": (  # and q, whose rows are shortened
+        None,
+        lambda s: Work(2 * s.state1, 6 * s.tensor + 20 * s.rows),
+    ),
     r"linear1_walk_sm90_kernel<\d+, [^,]*\)1\b": (None, lambda s: Work(2 * s.state1, 5 * s.tensor + 12 * s.rows)),
     r"linear1_walk_sm90_kernel<\d+, [^,]*\)2\b": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 8 * s.rows)),
     r"linear1_pair_walk_kernel": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 4 * s.rows)),

@@ -86,7 +86,8 @@ SPILL_EXCEPTIONS = {
     r"quadratic_fused_bwd_sm90_kernel<fastmax::.*Score, ": "up to 18 words of the threads that fill the "
     "ring and add parts of grad_q, which give their registers to the others",
     r"linear1_walk_sm90_kernel<128, [^,]*0, ": "a few words once per tile: what noise needs, beside sums and scores",
-    r"linear1_walk_sm90_kernel<128, [^,]*[12], true, true, ": "up to nine words once per tile: addresses of rows that are shortened",
+    r"linear1_walk_sm90_kernel<128, [^,]*[12], true, true, ": "up to nine words once per tile: addresses of rows "
+    "that are shortened",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to 18 words, once per work tile; most are of the thread that "
     "fills the ring; of Fastmax with decays at head_dim 96 seven of the others, most once per head",

@@ -128,6 +128,12 @@ def fastmax_attention(
     if isinstance(rpe_matrix, str):
         (n, m), rpe_matrix = (q.shape[-2], k.shape[-2]), None
         positions = Positions(token_positions(m - n, n, q.device), token_positions(0, m, q.device))
+    if kind == "token" and use_custom_gradient and positions is None and cu_seqlens is None:
+        call = Call(score, causal, dropout, algorithm, exact_window=exact_window)
+        call = call._replace(attention_mask=attention_mask, rpe_matrix=rpe_matrix, log_decay=log_decay)
+        if ops.normalizes_during_attention(q, k, v, call, lim):
+            o, z = ops.normalized_attention(q, k, v, call, lim)
+            return (o, log_of_sums(z)) if return_lse else o
     q, k = prepare_queries_and_keys(q, k, kind, lim, positions, use_custom_gradient, attention_mask, cu_seqlens)
     noise = dropout_noise(drop_noise, dropout, (*q.shape[:-1], v.shape[-1]), q)
 

@@ -49,6 +49,12 @@ def arguments(operator, device):
             {"q_factor": tensor(B, H, N), "k_factor": tensor(B, HK, M)},
         )
         return grads | {"q": q, "k": k} | factors | {"lim": 1.0}
+    if operator.startswith("normalized"):
+        given, options = {"q": q, "k": k, "v": v}, {"lim": 1.0, "scale": 0.25, "a0": 1.0, "a1": 1.0}
+        if operator == "normalized_forward":
+            return given | options
+        results = {"o": o, "z": per_query, "k_factor": tensor(B, HK, M)}
+        return {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N)} | given | results | options
     if operator == "gradients_of_sums":
         return {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N), "o": o, "z": per_query}
     sums = {"g": tensor(B, H, M, DV), "e": tensor(B, H, M)}
@@ -195,6 +201,7 @@ ROWS = [
     *(("lim", lambda _, lim=lim: lim, f"lim must be finite and > 0, got {text}")
       for lim, text in ((0.0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), ""))),
 ]  # fmt: skip
+NORMALIZED = [row for row in FORWARD if row[0] != "attention_mask"] + [row for row in ROWS if row[0] == "lim"]
 GRADIENTS_OF_ROWS = [
     *((f"grad_{name}", change, f"grad_{name} must have") for name in "qk" for change in (swapped, lambda x: x[:, :1, :2])),
     *((f"grad_{name}", halves, f"grad_{name} must (be|have)") for name in "qk"),
@@ -221,6 +228,12 @@ WRONG = {
     "gradients_of_sums": RESULTS[2:] + per_query("z") + per_query("grad_z"),
     "normalize_tokens": ROWS,
     "normalize_tokens_backward": [*ROWS, *GRADIENTS_OF_ROWS],
+    "normalized_forward": NORMALIZED,
+    "normalized_backward": NORMALIZED
+    + RESULTS
+    + per_query("z")
+    + per_query("grad_z")
+    + [row for row in GRADIENTS_OF_ROWS if row[0] == "k_factor"],
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
 }
 

@@ -74,7 +74,11 @@ class Case:
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
         options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0) + ["fused"] * self.fused
-        options += [f"lim {self.lim}"] * (self.lim > 0) + [f"lag {self.lag}"] * (self.lag > 0) + [f"exact_window {self.exact_window}"] * (self.exact_window > 0)
+        options += (
+            [f"lim {self.lim}"] * (self.lim > 0)
+            + [f"lag {self.lag}"] * (self.lag > 0)
+            + [f"exact_window {self.exact_window}"] * (self.exact_window > 0)
+        )
         return f"{self.kernels} {self.n}x{self.m} d{self.d} h{self.h}/{self.hk} {' '.join(options)}"
 
     @property
@@ -597,7 +601,7 @@ UNORDERED = {
     "x released before it is loaded": (
         ORDER_1,
         WALK,
-        {"if constexpr (kNormalises) ptx::fence_proxy_async();": ""},
+        {"if constexpr (kNormalises || kShortens) ptx::fence_proxy_async();": ""},
         LOOSE_LOAD,
     ),
     "results over x while other warps multiply it": (
@@ -605,6 +609,12 @@ UNORDERED = {
         READ,
         {f"if (m == 0) {BARRIER}": ""},
         LOOSE_PRODUCT,
+    ),
+    "rows released before what is along them is found": (
+        replace(ORDER_1, lim=0.8),
+        WALK,
+        {"  ptx::fence_proxy_async();\n      b.x_ring.release": "b.x_ring.release"},
+        LOOSE_LOAD,
     ),
     "sums of rows read without their barrier": (ORDER_1, WALK, {"b.vectors.wait_until_full(vector_at);": ""}, LOOSE_STORE),
 }

@@ -195,6 +195,30 @@ def test_opcheck():
         check_operator(torch.ops.fastmax.normalize_tokens_backward.default, arguments, traced=grads[0] is not None)
 
 
+def test_normalized_attention_is_attention_to_normalized_rows():
+    """The operator for kernels that do both, in PyTorch operations."""
+    q, k, v, lim, score = (
+        *(torch.randn(2, h, n, 5, dtype=torch.float64) for h, n in ((4, 7), (2, 9), (2, 9))),
+        1.5,
+        (0.4, 1.0, 0.5),
+    )
+    expected, actual = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    rows = torch.ops.fastmax.normalize_tokens(*expected[:2], lim)
+    options = (None,) * 6, (*score, 0.0, 1), (True, 0.0, "linear", False)
+    outputs = torch.ops.fastmax.forward(*rows[:2], expected[2], *sum(options, ()))
+    o, z, k_factor = torch.ops.fastmax.normalized_forward(*actual, lim, *score)
+    torch.testing.assert_close((o, z, k_factor), (*outputs, rows[3]))
+    assert 0 < (k_factor < 1).sum() < k_factor.numel() and not k_factor.requires_grad
+    weights = torch.randn_like(o), torch.randn_like(z)
+    for x in (outputs, (o, z)):
+        sum((w * result).sum() for w, result in zip(weights, x, strict=True)).backward()
+    torch.testing.assert_close([x.grad for x in actual], [x.grad for x in expected])
+    check_operator(torch.ops.fastmax.normalized_forward.default, (*actual, lim, *score), traced=True)
+    results = [x.detach() for x in (*actual, o, z, k_factor)]
+    for grad_z in (weights[1], None):
+        check_operator(torch.ops.fastmax.normalized_backward.default, (weights[0], grad_z, *results, lim, *score), traced=True)
+
+
 @torch_warns
 @by_kind
 def test_compiled(kind, device):

@@ -179,6 +179,8 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()
+        o, z, _ = torch.ops.fastmax.normalized_forward(q, k, v, 0.5, 0.5, 1.0, 1.0)
+        (o.sum() + z.sum()).backward()
         cos, sin = torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
         channels = (H + kv_heads) * D + kv_heads * DV
         qkv, recent = (torch.rand(B, n, channels, dtype=torch.float64, requires_grad=True) for n in (N, 2))

@@ -95,6 +95,71 @@ def test_prepared_gradients(n, m, h, hk, d, taken):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
+NORMALIZED = {"normalized_forward: linear1_sm90", "normalized_backward: linear1_sm90"}
+
+
+def rows_of_some_lengths(*shape, token_major=False):
+    """Returns rows up to about twice as long as 1, of bf16; one is longer and one has zeros."""
+    x = torch.randn(*shape, device=DEVICE) * torch.rand(*shape[:3], 1, device=DEVICE) * (2 / shape[3] ** 0.5)
+    x[..., shape[2] // 2, :] *= 1e4
+    x[..., shape[2] // 3, :] = 0.0
+    x = x.bfloat16()
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if token_major else x
+
+
+@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (40, 24), (37, 51), (72, 100)])
+@pytest.mark.parametrize(
+    "n, m, h, hk",
+    [(17, 17, 1, 1), (64, 64, 1, 1), (300, 333, 4, 2), (1024, 1024, 2, 2), (3000, 3000, 13, 13), (129, 1000, 6, 1)],
+)
+@pytest.mark.parametrize("token_major", [False, True], ids=["heads first", "tokens first"])
+def test_shortened_rows(n, m, h, hk, d, dv, token_major, taken):  # noqa: F811
+    """normalize="token" is a part of the walk, with the results of normalisation before attention."""
+    q, k = (rows_of_some_lengths(2, *x, d, token_major=token_major) for x in ((h, n), (hk, m)))
+    tensors = {"q": q, "k": k, "v": torch.randn(2, hk, m, dv, device=DEVICE).bfloat16()}
+    for options in ({}, {"lim": 0.5, "temperature": 0.4, "a0": 1.3}, {"return_lse": True}):
+        options = {"causal": True, "p": 1, "algorithm": "linear", "normalize": "token", "lim": 0.8} | options
+        exact = verify.run(fastmax.fastmax_attention, tensors, options | {"use_custom_gradient": False}, torch.float64)
+        taken()
+        actual = verify.run(fastmax.fastmax_attention, tensors, options, poison=True)
+        assert set(taken()) == NORMALIZED
+        for name, x in exact.items():
+            assert relative(actual[name], x) <= 4 * verify.ROUNDING["bfloat16"], name
+
+
+def test_a_shortened_gradient_that_is_expanded(taken):  # noqa: F811
+    q, k, v = (rows_of_some_lengths(1, 2, 300, 64) for _ in range(3))
+    grads = []
+    for dtype, custom in ((torch.float64, False), (torch.bfloat16, True)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        options = {"algorithm": "linear", "normalize": "token", "use_custom_gradient": custom}
+        o = fastmax.fastmax_attention(*leaves, causal=True, p=1, **options)
+        o.sum().backward()
+        grads.append([x.grad for x in leaves])
+    assert set(taken()) == NORMALIZED
+    for exact, x in zip(*grads, strict=True):
+        assert relative(x, exact) <= 4 * verify.ROUNDING["bfloat16"]
+
+
+def test_which_calls_shorten_rows(taken):  # noqa: F811
+    q = rows_of_some_lengths(2, 32, 2048, 64)
+    options = {"causal": True, "p": 1, "normalize": "token"}
+
+    def kernels(*x, **more):
+        fastmax.fastmax_attention(*x, **(options | more))
+        return taken()
+
+    assert kernels(q, q, q) == ["normalized_forward: linear1_sm90"]
+    assert kernels(q, q, q, algorithm="quadratic") == ["forward: quadratic_sm90"]
+    short = q[:1, :1, :128]
+    assert kernels(short, short, short) == ["forward: quadratic_sm90"]
+    expanded = q[:, :1].expand(q.shape)
+    assert kernels(q, expanded, q) == ["normalized_forward: linear1_sm90"]
+    mask = torch.ones(2, 2048, device=DEVICE, dtype=torch.bool)
+    assert kernels(q, q, q, algorithm="linear", attention_mask=mask) == ["forward: linear1_sm80"]
+    assert kernels(q, q, q, algorithm="linear", dropout=0.1) == ["forward: linear1_sm90"]
+
+
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 def test_graphs(d, taken):  # noqa: F811
     calls = [operands(size("", 900, 900, d=d, p=1), "bf16", "linear", seed) for seed in range(3)]

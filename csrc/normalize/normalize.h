@@ -35,6 +35,7 @@ struct NormalizeParams {
 };
 
 void launch_normalize_tokens(const NormalizeParams& p, cudaStream_t stream);
+void launch_token_factors(const NormalizeParams& p, cudaStream_t stream);  // the factors alone, of aligned rows in bf16
 void launch_normalize_tokens_backward(const NormalizeParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

@@ -1,8 +1,8 @@
 """The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
-Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `normalization`, `heads` and
-`row_softmax`. Schema, implementation, fake implementation and flop formula of an operator stand side by side.
-`registration` registers them, and `autograd` records calls.
+Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `normalization`,
+`normalized_attention`, `heads` and `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator
+stand side by side. `registration` registers them, and `autograd` records calls.
 
 The implementation uses PyTorch operations and runs on every device. The compiled library (`fastmax.ops.extension`) adds CUDA
 kernels. `registration.Operator` decides which of the two runs a call: no kernel covers float64, rpe matrices, head dims above
@@ -32,6 +32,8 @@ from fastmax.ops.heads import fuses_split_heads as fuses_split_heads
 from fastmax.ops.heads import join_heads as join_heads
 from fastmax.ops.heads import split_heads as split_heads
 from fastmax.ops.normalization import normalize_tokens as normalize_tokens
+from fastmax.ops.normalized_attention import normalized_attention as normalized_attention
+from fastmax.ops.normalized_attention import normalizes_during_attention as normalizes_during_attention
 from fastmax.ops.row_softmax import softmax as softmax
 from fastmax.ops.states import gradients_of_sums as gradients_of_sums
 from fastmax.ops.states import prefill as prefill

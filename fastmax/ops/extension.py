@@ -24,9 +24,10 @@ HOW_TO_BUILD = (
 # The largest head dim and the dtypes that the kernels have. The bindings in csrc/ raise an error for other calls. An operator
 # adds limits of its own by the argument `covers` of `fastmax.ops.registration.register`.
 MAX_HEAD_DIM = 256
+_MAX_TOKENS = 2**30 - 1
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-SCHEMA_VERSION = 24  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
+SCHEMA_VERSION = 25  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
 _problem: str | None = "it was not loaded yet"
 
@@ -92,6 +93,24 @@ def build_info() -> str:
     query = _symbol("fastmax_build_info")
     query.argtypes, query.restype = [], ctypes.c_char_p
     return query().decode()
+
+
+@lru_cache
+def _shortens_rows(*sizes: int) -> int:
+    query = _symbol("fastmax_shortens_rows")
+    query.argtypes, query.restype = [ctypes.c_int] * len(sizes), ctypes.c_int
+    return query(*sizes)
+
+
+def shortens_rows(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Returns whether kernels scale rows of 4-d q and k to a length during causal attention of order 1, where kernels run on q.
+
+    0: no. 1: yes. 2: yes, and the linear algorithm, which these kernels have, is what `algorithm="auto"` takes.
+    """
+    sizes = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    if q.dtype != torch.bfloat16 or 0 in sizes or max(sizes) > _MAX_TOKENS:
+        return 0
+    return _shortens_rows(q.get_device(), *sizes)
 
 
 def set_debugging(on: bool) -> None:

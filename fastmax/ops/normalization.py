@@ -50,12 +50,13 @@ _MAX_ROWS = 2**30 - 1  # of one tensor
 _MAX_LIM = 2.0**60  # its reciprocal is the smallest limit
 
 
-def _covers(q, k, lim) -> bool:
+def covers_normalization(q: Tensor, k: Tensor, lim: float) -> bool:
+    """Returns whether kernels scale rows of these sizes."""
     return max(q.numel(), k.numel()) <= _MAX_ROWS * q.shape[3] and 1 / _MAX_LIM <= lim <= _MAX_LIM
 
 
 def _covers_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim) -> bool:
-    return _covers(q, k, lim)
+    return covers_normalization(q, k, lim)
 
 
 _NORMALIZATION = Normalization(
@@ -65,7 +66,7 @@ _NORMALIZATION = Normalization(
         _normalize_tokens,
         _fake_normalize_tokens,
         kernel_of="q",
-        covers=_covers,
+        covers=covers_normalization,
     ),
     register(
         "normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "

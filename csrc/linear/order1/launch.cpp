@@ -73,8 +73,9 @@ struct KeyFactors {
     if (p.lim == 0) return {};
     if (padded == nullptr) return {p.k_factor, p.m, 1};
     const int64_t heads = int64_t{p.b} * p.hk, row = p.m * sizeof(float);
-    check_cuda(cudaMemsetAsync(padded, 0, heads * head * sizeof(float), stream), "linear1");
-    check_cuda(cudaMemcpy2DAsync(padded + pad, head * sizeof(float), p.k_factor, row, row, heads, cudaMemcpyDeviceToDevice, stream), "linear1");
+    const int64_t padded_row = head * sizeof(float);
+    check_cuda(cudaMemset2DAsync(padded, padded_row, 0, padded_row, heads, stream), "linear1");
+    check_cuda(cudaMemcpy2DAsync(padded + pad, padded_row, p.k_factor, row, row, heads, cudaMemcpyDeviceToDevice, stream), "linear1");
     return {padded + pad, head, 1};
   }
 };
