@@ -31,11 +31,11 @@ def normalized_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, lim: float
 
 def normalizes_during_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, lim: float) -> bool:
     """Returns whether `normalized_attention` computes a call on kernels, by the algorithm that the call asks for."""
-    if call.score.order != 1 or call.algorithm == "quadratic" or not q.is_cuda:
+    if torch.compiler.is_compiling() or not q.is_cuda or call.score.order != 1 or call.algorithm == "quadratic":
         return False
     if call != Call(call.score, causal=True, algorithm=call.algorithm):  # other options
         return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or eager.is_transformed() or not extension.kernels_run_on(q):
+    if torch.jit.is_tracing() or eager.is_transformed() or not extension.kernels_run_on(q):
         return False
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.dim() != 4 for x in (q, k, v)):
         return False
