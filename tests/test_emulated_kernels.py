@@ -1,7 +1,7 @@
-"""The sources of the Hopper kernels and of the layer's kernels run in an emulator on the CPU (tests/emulator) and are compared
-with the PyTorch implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the
-quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim
-64 and 512 at 128, tiles 64."""
+"""The sources of the Hopper kernels run in an emulator on the CPU (tests/emulator) and are compared with the PyTorch
+implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the quadratic kernels
+owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim 64 and 1024 at
+128, tiles 64."""
 
 import copy
 import fcntl
@@ -178,6 +178,9 @@ CASES = [
     Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16, schedules=1),  # and in segments
     Case("linear", "linear2_sm90", 130, 200, 128, h=1, hk=1),
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
+    # Keys that read a state too.
+    Case("linear", "linear2_sm90", 130, 200, 128, h=2, hk=1, causal=False, padding=True, schedules=1),
+    Case("linear", "linear2_sm90", 1090, 1160, 128, h=1, hk=1, decay="weak", padding=True, schedules=1),
     # Order 1: walks of more tiles than the rings of a block have stages, by one block and by two; and from sums over parts.
     Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1),
     Case("linear", "linear1_sm90", 700, 777, 64, hk=1, order=1, dropout=0.3, schedules=1),

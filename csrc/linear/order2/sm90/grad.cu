@@ -10,7 +10,8 @@
 //   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
 // which covers the tiles (s, s) with no special case, as the snapshot has weights for that. The gradient has the layout of an
 // accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
-// gradient is rotated by two blocks after every two stars; at head dim 128 it lies in shared memory. grad_v += features(x) T runs beside it.
+// gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 shared memory would be
+// slower than the tensor cores with x2 as an operand there: its fragments are in registers.
 //
 // With decays, the inter-chunk part of each row of x is multiplied by its decay, and the kernel also computes the sum over the pairs of a
 // row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
@@ -45,21 +46,18 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
-  static constexpr int kStages = kHeadDim <= 64 ? 8 : 3;
+  static constexpr int kStages = kHeadDim <= 64 ? 8 : 5;
   static constexpr int kStageBytes = 2 * State::kTileBytes;
   static constexpr int kStateStages = State::kTiles / 2;
   static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
-  // Where the gradient is while tiles of pairs are added: in registers, or for wide heads, where it would take half of them, in shared memory.
-  static constexpr bool kSumsInShared = kHeadDim == 128;
-  static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
+  static constexpr bool kIsWide = kHeadDim == 128;
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
-  static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
-  static constexpr int kPairSums = kSumsAt + kWarpgroups * kSumBytes;  // of rows
+  static constexpr int kPairSums = kScales + kStages * kScaleBytes;  // of rows
   // Decays of tiles of x, and of y of each stage. For wide heads they are read from memory.
-  static constexpr int kDecayBytes = kSumsInShared ? 0 : static_cast<int>(sizeof(DecayTile));
+  static constexpr int kDecayBytes = kIsWide ? 0 : static_cast<int>(sizeof(DecayTile));
   static constexpr int kXDecay = kPairSums + kRows * 4, kYDecay = kXDecay + kXBuffers * kWarpgroups * kDecayBytes;
   static constexpr int kXFull = kYDecay + kStages * kDecayBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
@@ -296,7 +294,7 @@ struct GradConsumer {
   using Panel = Wgmma<Bf16, Tile::kPanelCols>;
   using Item = ItemsOfRows::Item;
   // A copy or a reference: the choice orders instructions, and this one is what was measured.
-  using Position = std::conditional_t<Tile::kSumsInShared && !Block::kHasDecay, RingPosition, RingPosition&>;
+  using Position = std::conditional_t<Tile::kIsWide && !Block::kHasDecay, RingPosition, RingPosition&>;
   static constexpr bool kBack = Block::kBack, kValues = Block::kValues, kHasDecay = Block::kHasDecay, kDecays = Block::kDecays;
   static constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kDecayBytes = Block::kDecayBytes;
@@ -481,12 +479,20 @@ struct GradConsumer {
     }
   }
 
-  // The tiles of pairs, two stars a pass; at head dim 128, whose gradient is in shared memory meanwhile, one.
+  // The tiles of pairs, two stars a pass.
   __device__ __forceinline__ void add_pairs(const WorkTile& tile) {
     const Rows x2_operand(tile.x2);
     Star<RowTile, kValues> star;
     constexpr int kLong = Tile::star_tiles(0), kShort = Tile::star_tiles(kBlocks - 1);  // the lower stars have one tile more
-    if constexpr (!Tile::kSumsInShared) {
+    if constexpr (Tile::kIsWide) {
+      uint32_t fragments[kSteps][4];  // of x2: the operand A of all tiles
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        ptx::ldmatrix_x4(fragments[k], tile.x2 + RowTile::chunk_offset(16 * w4 + b.lane % 16, 2 * k + b.lane / 16));
+      }
+      for (int s = 0; s < kBlocks / 2; s += 2) pass_by_tiles<kLong>(tile, star, fragments, s);
+      for (int s = kBlocks / 2; s < kBlocks; s += 2) pass_by_tiles<kShort>(tile, star, fragments, s);
+    } else {
       // At head dim 32 each loop has one pass. Without loops the compiler would mix passes, and run out of registers (C7512).
       const int half = kBlocks == 4 ? static_cast<int>(ptx::keep_in_register(kBlocks / 2)) : kBlocks / 2;
       for (int s = 0; s < half; s += 2) {
@@ -496,21 +502,6 @@ struct GradConsumer {
       for (int s = half; s < kBlocks; s += 2) {
         if constexpr (kValues) pass_with_values<kShort>(tile, star, x2_operand, s);
         else pass<kShort>(tile, star, x2_operand, s);
-      }
-    } else {
-      const uint32_t sums_at = b.stages_at + Tile::kSumsAt + b.warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        ptx::store_shared_f32x4(sums_of_block(sums_at, j),
-                                make_float4(tile.grad[4 * j], tile.grad[4 * j + 1], tile.grad[4 * j + 2], tile.grad[4 * j + 3]));
-      }
-      int half = 0;  // of the stage
-      for (int s = 0; s < kBlocks / 2; ++s) pass_in_shared<kLong>(tile, star, x2_operand, s, half, sums_at);
-      for (int s = kBlocks / 2; s < kBlocks; ++s) pass_in_shared<kShort>(tile, star, x2_operand, s, half, sums_at);
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        const float4 sum = ptx::load_shared_f32x4(sums_of_block(sums_at, j));
-        tile.grad[4 * j] = sum.x, tile.grad[4 * j + 1] = sum.y, tile.grad[4 * j + 2] = sum.z, tile.grad[4 * j + 3] = sum.w;
       }
     }
   }
@@ -641,47 +632,41 @@ struct GradConsumer {
     if constexpr (kValues) keep(tile.values);
   }
 
-  // At head dim 128, the gradient in shared memory: of a lane, block after block. While one warpgroup has products on the CUDA cores,
-  // the other has its W made.
-  __device__ __forceinline__ static uint32_t sums_of_block(uint32_t sums_at, int block) { return sums_at + block * 128 * 16; }
-  template <class Add>
-  __device__ __forceinline__ void add_to_block(uint32_t sums_at, int block, const Add& add) const {
-    const float4 before = ptx::load_shared_f32x4(sums_of_block(sums_at, block));
-    float sum[4] = {before.x, before.y, before.z, before.w};
-    add(sum);
-    ptx::store_shared_f32x4(sums_of_block(sums_at, block), make_float4(sum[0], sum[1], sum[2], sum[3]));
-  }
-  __device__ __forceinline__ void issue_tile(float (&w)[32], const Rows& x2_operand, int half) {
-    b.ring.wait_until_full(at);
-    const Rows features(stage() + half * kTileBytes);
+  // At head dim 128: W of a tile at a time, two of them in flight.
+  __device__ __forceinline__ void issue_tile(float (&w)[32], RingPosition& used, const uint32_t (&fragments)[kSteps][4], int u) {
+    if (u % 2 == 0) used = at, b.ring.wait_until_full(at);
+    const Rows features(b.stage(used) + u % 2 * kTileBytes);
+    if (u % 2 == 1) at.template advance<kStages>();
     wgmma_fence();
-    Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+    // Not rs_first: with W as an output alone, the compiler moves the products with the W before behind this, and two more W take registers.
+    Scores::template rs_if<Major::kK>(false, w, fragments[0], features.k_major(0));
 #pragma unroll
-    for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+    for (int k = 1; k < kSteps; ++k) Scores::template rs<Major::kK>(w, fragments[k], features.k_major(k));
     wgmma_commit();
   }
-  // A pass over one star; W of a tile is made beside the products of the tile before.
   template <int kTiles>
-  __device__ __forceinline__ void pass_in_shared(const WorkTile& tile, Star<RowTile, kValues>& star, const Rows& x2_operand, int s,
-                                                 int& half, uint32_t sums_at) {
+  __device__ __forceinline__ void pass_by_tiles(const WorkTile& tile, Star<RowTile, kValues>& star,
+                                                const uint32_t (&fragments)[kSteps][4], int s) {
     float w[2][32];
+    uint32_t base[2];
+    RingPosition used = at;
     star.load(tile.x, row, s);
-    issue_tile(w[0], x2_operand, half);
+    issue_tile(w[0], used, fragments, 0);
 #pragma unroll
-    for (int offset = 0; offset < kTiles; ++offset) {
-      const RingPosition own = at;
-      const bool releases = half == 1;
-      if (releases) at.template advance<kStages>();
-      half ^= 1;
-      if (offset + 1 < kTiles) issue_tile(w[(offset + 1) % 2], x2_operand, half), wgmma_wait<1>();
+    for (int u = 0; u < 2 * kTiles; ++u) {
+      const RingPosition own = used;
+      load_base(base, tile, s, u / kTiles + u % kTiles);
+      if (u + 1 < 2 * kTiles) issue_tile(w[(u + 1) % 2], used, fragments, u + 1), wgmma_wait<1>();
       else wgmma_wait<0>();
-      keep(w[offset % 2]);
-      b.ring.release(own, b.lane, releases);
-      uint32_t base[2];
-      load_base(base, tile, s, offset);
-      add_to_block(sums_at, (s + offset) % kBlocks, [&](float* sum) { star.add_products(w[offset % 2], sum, base); });
+      keep(w[u % 2]);
+      if (u % 2 == 1) b.ring.release(own, b.lane);
+      star.add_products(w[u % 2], tile.grad + 4 * (u / kTiles + u % kTiles), base);
+      if (u % kTiles == kTiles - 1) {
+        star.add_to(tile.grad + 4 * (u / kTiles), t);
+        if (u + 1 < 2 * kTiles) star.load(tile.x, row, s + 1);
+      }
     }
-    add_to_block(sums_at, s, [&](float* sum) { star.add_to(sum, t); });
+    rotate(tile.grad);
   }
 
   // ---- decays
