@@ -10,8 +10,8 @@
 //   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
 // which covers the tiles (s, s) with no special case, as the snapshot has weights for that. The gradient has the layout of an
 // accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
-// gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 shared memory would be
-// slower than the tensor cores with x2 as an operand there: its fragments are in registers.
+// gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 x2 is an operand in
+// registers: read from shared memory for each tile, it would make that slower than the tensor cores.
 //
 // With decays, the inter-chunk part of each row of x is multiplied by its decay, and the kernel also computes the sum over the pairs of a
 // row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
@@ -299,6 +299,11 @@ struct GradConsumer {
   static constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kDecayBytes = Block::kDecayBytes;
 
+  // x2 as an operand in registers: for wide heads, during a whole work tile; with decays of all rows, which need registers elsewhere, for
+  // the tiles of pairs alone.
+  using Fragments = uint32_t[Tile::kIsWide ? kSteps : 1][4];
+  static constexpr bool kKeepsFragments = Tile::kIsWide && !kDecays;
+
   // A work tile: the warpgroup's rows in shared memory, and its accumulators in registers. Only the number of the work tile stays in a
   // register: its Item is computed again where it is needed.
   struct WorkTile {
@@ -307,6 +312,7 @@ struct GradConsumer {
     float (&grad)[kHeadDim / 2];
     float (&values)[kValues ? kHeadDim / 2 : 1];
     float (&x_e)[2];
+    Fragments& x2_fragments;
   };
 
   const Block b;
@@ -343,7 +349,9 @@ struct GradConsumer {
     // Lanes may leave the wait apart, and nothing before the first product brings them together: but one of them issues loads there, by
     // uniform registers, which the others would write to meanwhile.
     if constexpr (kValues) __syncwarp();
-    const WorkTile tile{count, x, x2, grad, values, x_e};
+    Fragments x2_fragments;
+    const WorkTile tile{count, x, x2, grad, values, x_e, x2_fragments};
+    if constexpr (kKeepsFragments) load_fragments(tile);
     if (has_state) {
       add_moments(item, tile);
       add_pairs(tile);
@@ -396,6 +404,26 @@ struct GradConsumer {
     }
   }
 
+  __device__ __forceinline__ void load_fragments(const WorkTile& tile) const {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      ptx::ldmatrix_x4(tile.x2_fragments[k], tile.x2 + RowTile::chunk_offset(16 * w4 + b.lane % 16, 2 * k + b.lane / 16));
+    }
+  }
+  // d = x2 rows^T, outside of the tiles of pairs.
+  template <class Product, int kCount>
+  __device__ __forceinline__ static void multiply_x2(float (&d)[kCount], const WorkTile& tile, const Rows& x2_operand, const Rows& rows) {
+    if constexpr (kKeepsFragments) {
+      Product::template rs_first<Major::kK>(d, tile.x2_fragments[0], rows.k_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Product::template rs<Major::kK>(d, tile.x2_fragments[k], rows.k_major(k));
+    } else {
+      Product::template ss_first<Major::kK, Major::kK>(d, x2_operand.k_major(0), rows.k_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Product::template ss<Major::kK, Major::kK>(d, x2_operand.k_major(k), rows.k_major(k));
+    }
+  }
+
   // ---- inter-chunk: what the snapshot gives
 
   // The first accumulators: second moment, first order, and the sums beside the snapshot.
@@ -427,9 +455,7 @@ struct GradConsumer {
       constexpr int kPanelSums = Tile::kPanelCols / 2;
       float(&of_panel)[kPanelSums] = reinterpret_cast<float(&)[kPanelSums]>(grad[kPanelSums * panel]);
       const Rows features = linear.behind(panel * kTileBytes);
-      Panel::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
-#pragma unroll
-      for (int k = 1; k < kSteps; ++k) Panel::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
+      multiply_x2<Panel>(of_panel, tile, x2_operand, features);
     }
     if constexpr (kValues) {
       Products::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
@@ -485,13 +511,9 @@ struct GradConsumer {
     Star<RowTile, kValues> star;
     constexpr int kLong = Tile::star_tiles(0), kShort = Tile::star_tiles(kBlocks - 1);  // the lower stars have one tile more
     if constexpr (Tile::kIsWide) {
-      uint32_t fragments[kSteps][4];  // of x2: the operand A of all tiles
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        ptx::ldmatrix_x4(fragments[k], tile.x2 + RowTile::chunk_offset(16 * w4 + b.lane % 16, 2 * k + b.lane / 16));
-      }
-      for (int s = 0; s < kBlocks / 2; s += 2) pass_by_tiles<kLong>(tile, star, fragments, s);
-      for (int s = kBlocks / 2; s < kBlocks; s += 2) pass_by_tiles<kShort>(tile, star, fragments, s);
+      if constexpr (!kKeepsFragments) load_fragments(tile);
+      for (int s = 0; s < kBlocks / 2; s += 2) pass_by_tiles<kLong>(tile, star, s);
+      for (int s = kBlocks / 2; s < kBlocks; s += 2) pass_by_tiles<kShort>(tile, star, s);
     } else {
       // At head dim 32 each loop has one pass. Without loops the compiler would mix passes, and run out of registers (C7512).
       const int half = kBlocks == 4 ? static_cast<int>(ptx::keep_in_register(kBlocks / 2)) : kBlocks / 2;
@@ -633,7 +655,7 @@ struct GradConsumer {
   }
 
   // At head dim 128: W of a tile at a time, two of them in flight.
-  __device__ __forceinline__ void issue_tile(float (&w)[32], RingPosition& used, const uint32_t (&fragments)[kSteps][4], int u) {
+  __device__ __forceinline__ void issue_tile(float (&w)[32], RingPosition& used, const Fragments& fragments, int u) {
     if (u % 2 == 0) used = at, b.ring.wait_until_full(at);
     const Rows features(b.stage(used) + u % 2 * kTileBytes);
     if (u % 2 == 1) at.template advance<kStages>();
@@ -645,18 +667,17 @@ struct GradConsumer {
     wgmma_commit();
   }
   template <int kTiles>
-  __device__ __forceinline__ void pass_by_tiles(const WorkTile& tile, Star<RowTile, kValues>& star,
-                                                const uint32_t (&fragments)[kSteps][4], int s) {
+  __device__ __forceinline__ void pass_by_tiles(const WorkTile& tile, Star<RowTile, kValues>& star, int s) {
     float w[2][32];
     uint32_t base[2];
     RingPosition used = at;
     star.load(tile.x, row, s);
-    issue_tile(w[0], used, fragments, 0);
+    issue_tile(w[0], used, tile.x2_fragments, 0);
 #pragma unroll
     for (int u = 0; u < 2 * kTiles; ++u) {
       const RingPosition own = used;
       load_base(base, tile, s, u / kTiles + u % kTiles);
-      if (u + 1 < 2 * kTiles) issue_tile(w[(u + 1) % 2], used, fragments, u + 1), wgmma_wait<1>();
+      if (u + 1 < 2 * kTiles) issue_tile(w[(u + 1) % 2], used, tile.x2_fragments, u + 1), wgmma_wait<1>();
       else wgmma_wait<0>();
       keep(w[u % 2]);
       if (u % 2 == 1) b.ring.release(own, b.lane);
@@ -744,9 +765,7 @@ struct GradConsumer {
       Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
 #pragma unroll
       for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
-      Scores::template ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
-#pragma unroll
-      for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
+      multiply_x2<Scores>(p, tile, x2_operand, y2);
       wgmma_commit();
       [[maybe_unused]] const bool has_lag = a.decay.stride != a.decay.tokens;
       const auto weigh = [&](int j, [[maybe_unused]] const float (&factors)[2][2]) {
