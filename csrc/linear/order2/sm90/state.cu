@@ -7,7 +7,8 @@
 // A consumer warpgroup has up to kOwnTiles tiles of 64 features x all channels in its accumulators, and adds y in stages of 64 rows. A stage
 // is a tile of w and one of y. Products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or for
 // moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory. A copier warp stores them while the
-// consumers go on; with decays (linear/decay.h) the sums then decay. A third warpgroup has the producer and the copiers.
+// consumers go on; with decays (linear/decay.h) the sums then decay. A third warpgroup has the producer, the copiers, and with decays a
+// warp that scales rows.
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -41,13 +42,14 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   static constexpr int kScales = kStaging + 2 * kStagingBytes;  // e of the rows of each stage
   static constexpr int kFactors = kScales + kStages * kScaleBytes;  // their decays until their chunk's end
   static constexpr int kBarriers = kFactors + kStages * kScaleBytes;
+  static constexpr int kCopied = kBarriers + Ring<kStages>::kBarrierBytes;  // barriers of stages whose rows are not yet scaled
   static constexpr int kAlignment = 128;  // of dynamic shared memory
-  static constexpr int kSharedBytes = kSwizzledTileAlignment - kAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment - kAlignment + kCopied + Ring<kStages>::kBarrierBytes;
   static_assert(kResident * kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
 // Kinds of rows of y: without e; with e (moments and sums of e y); with decays of 0 or 1 only, which e includes; with decays, by which
-// features are multiplied.
+// w is multiplied too.
 enum class Rows { kPlain, kScaled, kBounded, kDecay };
 
 // Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product
@@ -89,7 +91,7 @@ struct StateBlock {
   const StateArgs& a;
   const Loads& loads;
   const uint32_t& stages_at;
-  const Ring<kStages>& ring;
+  const Ring<kStages>&ring, &copied;  // copied: stages that are loaded, and not yet scaled; without decays the ring itself
   const int &warp, &lane, &warpgroup;
   const int &state, &begin, &end;  // the segment's state, and its virtual rows of y
   const int &first_segment, &segment, &blocks, &state_block;  // blocks: of a segment of all states
@@ -128,21 +130,62 @@ struct StateProducer {
       is_whole = a.attended.whole[(int64_t{own_state} * b.y_group + y_head) * a.attended.groups + row / kBoundary] != 0;
     }
     b.ring.wait_until_empty(at);
-    b.ring.expect(at, Tile::kStageBytes + (kHasDecay ? 1 + b.loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
+    b.copied.expect(at, Tile::kStageBytes + (kHasDecay ? 1 + b.loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
     if (is_whole) {
-      RowTile::load(w, b.w_map, b.ring.full(at), token, head, batch);
-      RowTile::load(w + kTileBytes, b.y_map, b.ring.full(at), token, head, batch);
+      RowTile::load(w, b.w_map, b.copied.full(at), token, head, batch);
+      RowTile::load(w + kTileBytes, b.y_map, b.copied.full(at), token, head, batch);
     } else {
-      RowTile::load(w, b.zeroed_w_map, b.ring.full(at), token, head, batch);
-      RowTile::load(w + kTileBytes, b.zeroed_y_map, b.ring.full(at), token, head, batch);
+      RowTile::load(w, b.zeroed_w_map, b.copied.full(at), token, head, batch);
+      RowTile::load(w + kTileBytes, b.zeroed_y_map, b.copied.full(at), token, head, batch);
     }
     if (kHasDecay) {
       ptx::bulk_load(b.stages_at + Tile::kFactors + at.stage * kScaleBytes, tile_scales(a.y_factors, a.ny, b.state, token), kScaleBytes,
-                     b.ring.full(at));
+                     b.copied.full(at));
     }
     if (kHasDecay ? b.loads.has_e : kScaled) {
       ptx::bulk_load(b.stages_at + Tile::kScales + at.stage * kScaleBytes,
-                     tile_scales(a.y_scale, a.ny, int64_t{own_state} * b.y_group + y_head, token), kScaleBytes, b.ring.full(at));
+                     tile_scales(a.y_scale, a.ny, int64_t{own_state} * b.y_group + y_head, token), kScaleBytes, b.copied.full(at));
+    }
+  }
+};
+
+// The scaler: multiplies rows of w by their decays until their chunk's end, and hands the stage to the consumers. One warp, whose products
+// hide behind those of the tensor cores; the consumers would have to multiply features, which are more.
+template <class Block>
+struct RowScaler {
+  using Tile = typename Block::Tile;
+  using RowTile = typename Block::RowTile;
+  const Block& b;
+
+  __device__ __forceinline__ void run() const {
+    RingPosition at;
+    for (int i = 0; i < b.stages; ++i, at.template advance<Block::kStages>()) {
+      b.copied.wait_until_full(at);
+      scale(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + Tile::kFactors + at.stage * kScaleBytes);
+      ptx::fence_proxy_async();
+      b.ring.publish(at, b.lane);
+    }
+  }
+
+  // Rows of panels as they lie: the chunks of a row have one factor, whatever their order. Two at a time, as registers are few.
+  __device__ __forceinline__ void scale(uint32_t w, uint32_t factors) const {
+    constexpr int kRowChunks = RowTile::kRowBytes / 16, kPassRows = 32 / kRowChunks, kPasses = 2;
+    const uint32_t first = w + 16 * b.lane, first_factor = factors + b.lane / kRowChunks * 4;
+#pragma unroll 1
+    for (int row = 0; row < RowTile::kPanels * kTileRows; row += kPasses * kPassRows) {
+      uint32_t x[kPasses][4];
+      float factor[kPasses];
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        factor[i] = ptx::load_shared_f32(first_factor + (row + i * kPassRows) % kTileRows * 4);
+        ptx::load_shared_u32x4(x[i], first + (row + i * kPassRows) * RowTile::kRowBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] = multiply_bf16x2(x[i][j], ptx::pack_bf16x2(factor[i], factor[i]));
+        ptx::store_shared_u32x4(first + (row + i * kPassRows) * RowTile::kRowBytes, x[i]);
+      }
     }
   }
 };
@@ -245,7 +288,7 @@ struct StateConsumer {
     }
   }
 
-  // The last tile, which may be of columns or of ones: scale is then e, or a factor, of the rows.
+  // The last tile, which may be of columns or of ones: scale is then e of the rows.
   __device__ __forceinline__ void make_last_features(const uint32_t (&m)[2][2], const uint32_t (&scale)[2]) const {
     const uint32_t (&pairs)[4] = blocks_of_y[kPairs - 1];
     const bool takes_ones = of_ones && (!Tile::kSharesOnes || w4 >= kOnesWarp);
@@ -305,12 +348,8 @@ struct StateConsumer {
     const RingPosition own = at;
     const uint32_t w = b.stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
     const uint32_t e = b.stages_at + (kHasDecay && !b.loads.has_e ? Tile::kFactors : Tile::kScales) + own.stage * kScaleBytes;
-    // Of this lane's first rows: their factors, and what a last tile that is not of pairs takes.
-    [[maybe_unused]] uint32_t left_at, last_at;
-    if constexpr (kBounded) {
-      left_at = ptx::keep_in_register(b.stages_at + Tile::kFactors + own.stage * kScaleBytes + 8 * t);
-      last_at = kHasDecay && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
-    }
+    [[maybe_unused]] uint32_t last_at;  // e of this lane's first rows
+    if constexpr (kBounded) last_at = ptx::keep_in_register(e + 8 * t);
     const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
     bool next_is_full = false;
     if constexpr (kScaled) {
@@ -330,18 +369,9 @@ struct StateConsumer {
       }
       // What is loaded is, before a wait, beside products.
       uint32_t m[2][2], scale[2] = {kOne, kOne};
-      [[maybe_unused]] uint32_t left[2];
-      if constexpr (kHasDecay) load_pairs(left, left_at, k);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         m[0][h] = ptx::pair_of_low(scalars[h][0], scalars[h][1]), m[1][h] = ptx::pair_of_high(scalars[h][0], scalars[h][1]);
-      }
-      if constexpr (kHasDecay) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) m[i][h] = ptx::multiply_bf16x2(m[i][h], left[h]);
-        }
       }
       const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
       const auto add = [&](int j, uint64_t w) {
@@ -356,7 +386,7 @@ struct StateConsumer {
       wgmma_commit();
       if constexpr (kBounded) {
         load_pairs(scale, last_at, k);
-        if (!kHasDecay && !share.of_y) scale[0] = scale[1] = kOne;
+        if (!share.of_y) scale[0] = scale[1] = kOne;
         keep(scale);
       } else if constexpr (kScaled) {
 #pragma unroll
@@ -492,7 +522,7 @@ __device__ __forceinline__ void run_roles(const CUtensorMap& y_map, const CUtens
                                           const uint32_t stages_at, const Loads& loads) {
   using Block = StateBlock<kHeadDim, kRows, kFine>;
   using Tile = typename Block::Tile;
-  const Ring<Block::kStages> ring(stages_at + Tile::kBarriers);
+  const Ring<Block::kStages> ring(stages_at + Tile::kBarriers), copied(stages_at + (Block::kHasDecay ? Tile::kCopied : Tile::kBarriers));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
 
   const Work work = locate_segment(a, first_segment * a.states() + blockIdx.x / Tile::kStateBlocks);
@@ -503,12 +533,15 @@ __device__ __forceinline__ void run_roles(const CUtensorMap& y_map, const CUtens
   if (first_segment > 0 && !is_last && a.chunk_begin(chunk) >= end) return;  // no snapshot in it
   const int y_group = Block::kScaled ? a.y_group : 1;  // keys are not shared by heads of y
   const int stages = (end - begin) / kTileRows * y_group;
-  const Block block{y_map, zeroed_y_map, w_map, zeroed_w_map, a, loads, stages_at, ring, warp, lane, warpgroup, state, begin, end,
+  const Block block{y_map, zeroed_y_map, w_map, zeroed_w_map, a, loads, stages_at, ring, copied, warp, lane, warpgroup, state, begin, end,
                     first_segment, segment, blocks, state_block, is_last, totals, y_group, stages};
 
   if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
     const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
+    if constexpr (Block::kHasDecay) {
+      if (wg == 2) return RowScaler<Block>{block}.run();
+    }
     if (wg < 0) StateProducer<Block>{block}.run();
     else if (wg < 2 && !totals) SnapshotCopier<Block>{block, wg}.run(chunk);
     return;
@@ -529,6 +562,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kAllThreads, S
   if constexpr (kHeadDim > 32) stages_at = ptx::keep_in_register(stages_at);  // or it is worked out again where it is used
   if (threadIdx.x == 0) {
     Ring<Tile::kStages>(stages_at + Tile::kBarriers).init(Tile::kThreads / 32);
+    if constexpr (kRows == Rows::kDecay) Ring<Tile::kStages>(stages_at + Tile::kCopied).init(1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
