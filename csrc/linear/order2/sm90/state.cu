@@ -28,9 +28,6 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   // The producer and the copiers are a warpgroup of their own, which gives its registers to the consumers.
   static constexpr int kThreads = 256, kAllThreads = kThreads + 128;  // of the consumers, and all
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = kHeadDim == 32 ? 104 : 240;
-  static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(kAllThreads * kResident),
-                "the producer has fewer registers to give");
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
   // Whether a run's first rows stay in registers from the last stage of the run before; else they are read again after the snapshot.
@@ -82,6 +79,11 @@ struct StateBlock {
   static constexpr bool kScaled = kRows != Rows::kPlain, kHasDecay = kRows == Rows::kDecay;
   static constexpr bool kBounded = kRows == Rows::kBounded || kHasDecay;
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
+  // A warp that scales rows has several in flight.
+  static constexpr int kProducerRegisters = !kHasDecay ? 24 : kHeadDim == 32 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kHeadDim == 32 ? 104 : kHasDecay ? 232 : 240;
+  static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(Tile::kAllThreads * Tile::kResident),
+                "the producer has fewer registers to give");
   // Named barriers of a warpgroup and of the warp that copies its snapshots: its staging may be written; is.
   static constexpr int kWithCopier = 128 + 32;
   __device__ __forceinline__ static int staging_is_free(int wg) { return 1 + wg; }
@@ -154,6 +156,7 @@ struct StateProducer {
 template <class Block>
 struct RowScaler {
   using Tile = typename Block::Tile;
+  static constexpr int kHeadDim = Tile::kPanelCols * Tile::kPanels;
   using RowTile = typename Block::RowTile;
   const Block& b;
 
@@ -167,9 +170,9 @@ struct RowScaler {
     }
   }
 
-  // Rows of panels as they lie: the chunks of a row have one factor, whatever their order. Two at a time, as registers are few.
+  // Rows of panels as they lie: the chunks of a row have one factor, whatever their order.
   __device__ __forceinline__ void scale(uint32_t w, uint32_t factors) const {
-    constexpr int kRowChunks = RowTile::kRowBytes / 16, kPassRows = 32 / kRowChunks, kPasses = 2;
+    constexpr int kRowChunks = RowTile::kRowBytes / 16, kPassRows = 32 / kRowChunks, kPasses = kHeadDim == 32 ? 2 : 4;
     const uint32_t first = w + 16 * b.lane, first_factor = factors + b.lane / kRowChunks * 4;
 #pragma unroll 1
     for (int row = 0; row < RowTile::kPanels * kTileRows; row += kPasses * kPassRows) {
@@ -537,7 +540,7 @@ __device__ __forceinline__ void run_roles(const CUtensorMap& y_map, const CUtens
                     first_segment, segment, blocks, state_block, is_last, totals, y_group, stages};
 
   if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
-    ptx::fewer_registers<Tile::kProducerRegisters>();
+    ptx::fewer_registers<Block::kProducerRegisters>();
     const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
     if constexpr (Block::kHasDecay) {
       if (wg == 2) return RowScaler<Block>{block}.run();
@@ -546,7 +549,7 @@ __device__ __forceinline__ void run_roles(const CUtensorMap& y_map, const CUtens
     else if (wg < 2 && !totals) SnapshotCopier<Block>{block, wg}.run(chunk);
     return;
   }
-  ptx::more_registers<Tile::kConsumerRegisters>();
+  ptx::more_registers<Block::kConsumerRegisters>();
   consume<kOwn>(block, chunk);
 }
 
