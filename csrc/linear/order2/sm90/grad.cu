@@ -13,8 +13,8 @@
 // gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 x2 is an operand in
 // registers: read from shared memory for each tile, it would make that slower than the tensor cores.
 //
-// With decays, the inter-chunk part of each row of x is multiplied by its decay, and the kernel also computes the sum over the pairs of a
-// row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
+// With decays, the inter-chunk part of each row of x is multiplied by its decay. Where their gradient is wanted, the kernel also computes the
+// sum over the pairs of a row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
 //
 // The second moment needs no tiles of pairs: sum e y y^T is one product. Intra-chunk: scores and x2 . y2 by two products, whose weights are
 // operands of the next two in registers.
@@ -80,7 +80,8 @@ struct GradBlock {
   using Tile = GradTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
   static constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
-  static constexpr bool kHasDecay = kDecayKind != DecayKind::kNone, kDecays = kDecayKind == DecayKind::kDecays;
+  static constexpr bool kHasDecay = kDecayKind != DecayKind::kNone, kSumsPairs = kDecayKind == DecayKind::kDecaysAndSums;
+  static constexpr bool kDecays = kDecayKind == DecayKind::kDecays || kSumsPairs;
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
   static constexpr int kDecayBytes = kHasDecay ? Tile::kDecayBytes : 0;
 
@@ -296,6 +297,7 @@ struct GradConsumer {
   // A copy or a reference: the choice orders instructions, and this one is what was measured.
   using Position = std::conditional_t<Tile::kIsWide && !Block::kHasDecay, RingPosition, RingPosition&>;
   static constexpr bool kBack = Block::kBack, kValues = Block::kValues, kHasDecay = Block::kHasDecay, kDecays = Block::kDecays;
+  static constexpr bool kSumsPairs = Block::kSumsPairs;
   static constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kDecayBytes = Block::kDecayBytes;
 
@@ -476,12 +478,12 @@ struct GradConsumer {
     for (int j = 0; j < kBlocks; ++j) {
       const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
       [[maybe_unused]] float2 w;
-      if constexpr (kValues || kDecays) w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+      if constexpr (kValues || kSumsPairs) w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float e = kBack ? 1.f : x_e[r];
         float &grad0 = grad[4 * j + 2 * r], &grad1 = grad[4 * j + 2 * r + 1];
-        if constexpr (kDecays) {
+        if constexpr (kSumsPairs) {
           const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
           order0[r] = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0[r]));
           order1[r] = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad0), order1[r]);
@@ -495,7 +497,7 @@ struct GradConsumer {
         }
       }
     }
-    if constexpr (kDecays) {
+    if constexpr (kSumsPairs) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (t == 0) order0[r] += (kBack ? 1.f : x_e[r]) * state_sums[Tile::kSumOne];
@@ -714,16 +716,16 @@ struct GradConsumer {
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           float2 x_pair;
-          if constexpr (kDecays) x_pair = columns(r, j);
+          if constexpr (kSumsPairs) x_pair = columns(r, j);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& of_column = tile.grad[4 * j + 2 * r + i];
-            if (kDecays) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
+            if (kSumsPairs) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
             of_column = decayed(of_column, factor);
             if constexpr (kValues) tile.values[4 * j + 2 * r + i] = decayed(tile.values[4 * j + 2 * r + i], factor);
           }
         }
-        if (kDecays) pairs[r] = decayed(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
+        if (kSumsPairs) pairs[r] = decayed(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
       }
     }
   }
@@ -781,11 +783,11 @@ struct GradConsumer {
             const int column = 8 * j + 2 * c.t + i, x_row = c.row + 8 * r;
             const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
             float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
-            if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
+            if (kValues || kSumsPairs) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
             if constexpr (kHasDecay) {
               centred *= factors[r][i];
               // Without a lag, a row's pair with its own token does not decay, and is not in the sum.
-              if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row || has_lag) ? fmaf(f, centred, pairs[r]) : pairs[r];
+              if (kSumsPairs) pairs[r] = seen && (!kDiagonal || column != x_row || has_lag) ? fmaf(f, centred, pairs[r]) : pairs[r];
               f *= factors[r][i];
             }
             slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
@@ -842,7 +844,7 @@ struct GradConsumer {
     __device__ __forceinline__ void add_diagonal_tile(int y_tile) {
       if constexpr (!kHasDecay) {
         add_tile<true, PairFactors::kOne>(y_tile);
-      } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
+      } else if constexpr (kSumsPairs && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
         add_tile<true, PairFactors::kPairs>(y_tile);  // of two kinds the compiler would take registers from tiles of the state
       } else {
         if constexpr (kDecayBytes != 0) c.b.ring.wait_until_full(c.at), c.loads.load_stage();
@@ -919,7 +921,7 @@ struct GradConsumer {
     keep(tile.grad);
     if constexpr (kValues) keep(tile.values);
     if (kBack && a.x_mask.data != nullptr) clear_masked(tile, here, token);
-    if (kDecays && a.pair_sums.data != nullptr) store_pair_sums(here, token, pairs);
+    if (kSumsPairs) store_pair_sums(here, token, pairs);
     ptx::barrier_wait<128>(1 + b.warpgroup);  // other warps may still have products of x and x2 (read.cu)
     store_accumulator<Bf16, RowTile>(tile.x, 0, tile.grad, 1.f, 1.f, w4, b.lane);
     if constexpr (kValues) store_accumulator<Bf16, RowTile>(tile.x2, 0, tile.values, 1.f, 1.f, w4, b.lane);
@@ -989,7 +991,8 @@ template <int kHeadDim, Grads kGrads>
 void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
   if (!a.decay) launch_grad<kHeadDim, kGrads, DecayKind::kNone>(a, values, sm_count, stream);
   else if (a.decay.bounds_alone) launch_grad<kHeadDim, kGrads, DecayKind::kBounds>(a, values, sm_count, stream);
-  else launch_grad<kHeadDim, kGrads, DecayKind::kDecays>(a, values, sm_count, stream);
+  else if (a.pair_sums.data == nullptr) launch_grad<kHeadDim, kGrads, DecayKind::kDecays>(a, values, sm_count, stream);
+  else launch_grad<kHeadDim, kGrads, DecayKind::kDecaysAndSums>(a, values, sm_count, stream);
 }
 
 }  // namespace

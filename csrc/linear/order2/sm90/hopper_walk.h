@@ -68,8 +68,8 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
-// Decays of a call: none; to 0 at the bounds of packed sequences; or of all rows.
-enum class DecayKind { kNone, kBounds, kDecays };
+// Decays of a call: none; to 0 at the bounds of packed sequences; of all rows; the same with the sums of pairs for their gradient.
+enum class DecayKind { kNone, kBounds, kDecays, kDecaysAndSums };
 
 // Decays of the 64 rows of y from a virtual row on, and of the rows of x that see them as their last ones.
 __device__ __forceinline__ const DecayTile* decay_tile(const LinearProblem& p, int64_t state, int virtual_row) {
