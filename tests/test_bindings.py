@@ -94,7 +94,7 @@ def arguments(operator, device):
             operands |= {"o": o, "lse": per_query}
         options = {"scale": 0.25, "causal": True, "left": 3, "right": -1, "allow_tf32": False}
         return results | operands | {"attention_mask": mask} | tokens | options
-    if operator == "backward":
+    if operator in ("backward", "backward_qkv"):
         results = {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N)}
         operands |= {"o": o, "z": per_query}
     polynomial = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2}
@@ -212,6 +212,7 @@ WRONG = {
     "forward": FORWARD + POLYNOMIAL,
     "flash_forward": FORWARD + WINDOW,
     "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
+    "backward_qkv": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
     "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
@@ -262,7 +263,7 @@ def test_refused_by_name(operator, name, change, message, device):
         call(operator, given)
 
 
-ATTENTION = ["forward", "backward", "flash_forward", "flash_backward"]
+ATTENTION = ["forward", "backward", "backward_qkv", "flash_forward", "flash_backward"]
 PIECES = ["prefill_saved_", "state_of_keys", "state_of_queries", "prefill_backward_of_queries", "prefill_backward_of_keys_"]
 OVER_PARTS = ["prefill", "prefill_backward", *PIECES]
 TOKENS_OF = ("log_decay", "k_start", "k_end", "pairs", "pairs_of_states")  # that only some calls have

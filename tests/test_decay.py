@@ -33,6 +33,7 @@ from common import (
 from test_flash import ExpectedFlash
 from test_validation import good
 from torch.autograd import gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmax
 from fastmax import fastmax_attention, flash_attention
@@ -483,6 +484,37 @@ def test_torch_func_and_second_derivatives_by_autograd(algorithm, device):
     leaf = inputs["log_decay"].clone().requires_grad_()
     torch.testing.assert_close(torch.func.grad(loss)(leaf.detach()), torch.autograd.grad(loss(leaf), leaf)[0])
     assert gradgradcheck(lambda log_decay: attention(**inputs | {"log_decay": log_decay}), leaf)
+
+
+class Names(TorchDispatchMode):
+    """Collects the names of operators of fastmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "fastmax":
+            self.seen.append(operator._schema.name)
+        return operator(*args, **(kwargs or {}))
+
+
+@by_algorithm
+def test_the_gradient_of_a_decay_is_not_computed_where_nothing_wants_it(algorithm, device):
+    inputs, (grad_o, _) = make(SMALL, "ordinary", device=device)
+
+    def gradients(of_decay: bool):
+        leaves = {name: x.detach().requires_grad_(name != "log_decay" or of_decay) for name, x in inputs.items()}
+        o = fastmax_attention(**leaves, causal=True, algorithm=algorithm)
+        with Names() as names:
+            grads = torch.autograd.grad(o, [leaves[name] for name in "qkv"], grad_o)
+        return grads, [name for name in names.seen if "backward" in name]
+
+    expected, with_decay = gradients(of_decay=True)
+    actual, without = gradients(of_decay=False)
+    assert (with_decay, without) == (["fastmax::backward"], ["fastmax::backward_qkv"])
+    for name, x, y in zip("qkv", actual, expected, strict=True):
+        torch.testing.assert_close(x, y, msg=name)
 
 
 def test_second_derivative_of_the_custom_gradient_is_refused(device):

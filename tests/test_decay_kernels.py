@@ -206,6 +206,22 @@ def test_many_chunks_and_segments_of_the_linear_algorithm(mode, precision):  # n
 
 
 @by_mode
+@by_algorithm
+@by_head_dim
+def test_gradients_without_that_of_the_decay(d, algorithm, mode, precision):  # noqa: F811
+    """Kernels then leave out the sums of pairs, which changes no product."""
+    for p in (1, 2):
+        problem = of_fastmax(mode, algorithm, 600, d=d, p=p, decay="none, ordinary or strong")
+        q, k, v, *rest = problem.arguments.values()
+        given = (*problem.grads, q, k, v, *torch.ops.fastmax.forward(q, k, v, *rest), *rest)
+        verify.poison_free_memory(DEVICE)
+        actual = torch.ops.fastmax.backward_qkv(*given)
+        rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(q.dtype).removeprefix("torch.")]
+        for name, x, expected in zip("qkv", actual, torch.ops.fastmax.backward(*given), strict=False):
+            assert relative(x, expected.double()) < rounding, name
+
+
+@by_mode
 def test_windows(mode, precision):  # noqa: F811
     for left in (1, 16, 63, 64, 128, 200):
         check(of_softmax(mode, 400, left=left, mask=left == 64), mode)

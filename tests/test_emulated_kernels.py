@@ -57,6 +57,7 @@ class Case:
     padding: bool = False
     dropout: float = 0.0
     decay: str | None = None
+    decay_gradient: bool = True
     packed: tuple[int, ...] = ()  # where sequences begin and end
     left: int = -1
     right: int = -1
@@ -73,6 +74,7 @@ class Case:
 
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
+        options += ["without its gradient"] * (not self.decay_gradient)
         options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0) + ["fused"] * self.fused
         options += (
             [f"lim {self.lim}"] * (self.lim > 0)
@@ -176,6 +178,13 @@ CASES = [
     Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1, decay="ordinary", schedules=1),
     Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, multiprocessors=8),  # a state in eight blocks, not four
     Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16, schedules=1),  # and in segments
+    # Rows are scaled for such blocks too, and in segments.
+    Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, decay="ordinary", multiprocessors=8),
+    Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, decay="none, ordinary or strong", multiprocessors=16, schedules=1),
+    # Other gradient kernels, without sums of pairs.
+    Case("linear", "linear2_sm90", 300, 300, 32, h=1, hk=1, decay="ordinary", decay_gradient=False),
+    Case("linear", "linear2_sm90", 300, 345, 64, h=2, hk=1, decay="ordinary", padding=True, decay_gradient=False),
+    Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak", decay_gradient=False, schedules=1),
     Case("linear", "linear2_sm90", 130, 200, 128, h=1, hk=1),
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
     # Keys that read a state too.
@@ -258,10 +267,7 @@ class Call:
         gradients = backward(grad_o, grad_z, q, k, v, o, z, *options)
         names = ("o", "z", "grad_q", "grad_k", "grad_v")
         exact = dict(zip(names, (o, z, *gradients), strict=False))
-        if case.lim > 0:
-            of_q, of_k = eager.normalize_tokens_backward(exact["grad_q"], exact["grad_k"], q, k, *factors, case.lim)
-            exact |= {"grad_q": of_q, "grad_k": of_k}
-        return exact if case.decay is None else exact | {"grad_log_decay": gradients[-1]}
+        return exact if case.decay is None or not case.decay_gradient else exact | {"grad_log_decay": gradients[-1]}
 
     def _with_lag(self, given):
         case, tensors = self.case, ("attention_mask", "log_decay", "k_start")
@@ -290,7 +296,7 @@ class Call:
         assert library.run(case.table, "forward", given | results, **numbers) == case.kernels
         if case.backward:
             gradients = {f"grad_{name}": nan_like(x) for name, x in (("q", self.q), ("k", self.k), ("v", self.v))}
-            if case.decay is not None:
+            if case.decay is not None and case.decay_gradient:
                 gradients["grad_log_decay"] = nan_like(given["log_decay"])
             given |= results | {"grad_o": self.grad_o, "grad_z": self.grad_z}
             assert library.run(case.table, "backward", given | gradients, **numbers) == case.backward_kernels

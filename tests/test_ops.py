@@ -105,7 +105,8 @@ def test_opcheck_backward(call, device):
     o, z = torch.ops.fastmax.forward(*arguments)
     q, k, v, *rest = arguments
     arguments = grad_o, torch.randn_like(z), q, k, v, o, z, *rest
-    check_operator(torch.ops.fastmax.backward.default, arguments, traced=call in TRACED)
+    for backward in (torch.ops.fastmax.backward, torch.ops.fastmax.backward_qkv):
+        check_operator(backward.default, arguments, traced=call in TRACED)
 
 
 def decays_with_resets(m, device, dtype=torch.float32, share=0.1):
@@ -157,7 +158,8 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
 
     def both(q, k, v, grad_o):
         o, z = torch.ops.fastmax.forward(q, k, v, *arguments[3:])
-        return o, z, *torch.ops.fastmax.backward(grad_o, None, q, k, v, o, z, *arguments[3:])
+        given = grad_o, None, q, k, v, o, z, *arguments[3:]
+        return o, z, *torch.ops.fastmax.backward(*given), *torch.ops.fastmax.backward_qkv(*given)
 
     real = both(*arguments[:3], grad_o)
     with torch._subclasses.FakeTensorMode() as mode:

@@ -155,6 +155,7 @@ def recorded(kv_heads: int) -> list[tuple]:
     with Recorder() as recorder:
         for options in (
             {"causal": True, "log_decay": log_decay, "attention_mask": mask},
+            {"causal": True, "log_decay": log_decay.detach()},
             {"rpe_matrix": rpe, "dropout": 0.1},
             {"causal": True, "exact_window": 3, "algorithm": "linear", "log_decay": log_decay},
             {"exact_window": 3, "algorithm": "linear"},

@@ -1,4 +1,4 @@
-// fastmax_cuda::forward and backward: checks, params, choice of the algorithm. Python declares the schemas (fastmax/ops/).
+// fastmax_cuda::forward, backward and backward_qkv: checks, params, choice of the algorithm. Python declares the schemas (fastmax/ops/).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -6,6 +6,7 @@
 
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "bindings/attention.h"
 #include "bindings/checks.h"
@@ -62,7 +63,12 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   return {results.o.result(), z};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+// Gradients of q, k and v, and with kOfDecay of log_decay.
+template <bool kOfDecay>
+using GradientsOf = std::conditional_t<kOfDecay, std::tuple<Tensor, Tensor, Tensor, Tensor>, std::tuple<Tensor, Tensor, Tensor>>;
+
+template <bool kOfDecay>
+GradientsOf<kOfDecay> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
     const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
@@ -79,20 +85,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
-    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
-            zero_decay_gradient(log_decay, q_in)};
+    const Tensor grad_q = zeros_like_layout(q_in, q_in.size(3)), grad_k = zeros_like_layout(k_in, k_in.size(3));
+    const Tensor grad_v = zeros_like_layout(v_in, v_in.size(3));
+    if constexpr (kOfDecay) return {grad_q, grad_k, grad_v, zero_decay_gradient(log_decay, q_in)};
+    else return {grad_q, grad_k, grad_v};
   }
 
   const Operands x(inputs);
   const Noise noise(drop_noise, q_in);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z, kOfDecay);
   BwdParams p{};
   x.fill(p, scale, causal, kNoWindow, allow_tf32);
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);
   run("backward", chosen, p, q_in.get_device_index());
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
+  const Tensor grad_q = gradients.grad_q.result(), grad_k = gradients.grad_k.result(), grad_v = gradients.grad_v.result();
+  if constexpr (kOfDecay) return {grad_q, grad_k, grad_v, gradients.grad_log_decay};
+  else return {grad_q, grad_k, grad_v};
 }
 
 }  // namespace
@@ -100,5 +110,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fastmax::forward));
-  m.impl("backward", TORCH_BOX(&fastmax::backward));
+  m.impl("backward", TORCH_BOX(&fastmax::backward<true>));
+  m.impl("backward_qkv", TORCH_BOX(&fastmax::backward<false>));
 }

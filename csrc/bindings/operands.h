@@ -105,26 +105,26 @@ struct Gradients {
   Tensor o, grad_o, z;
   OptionalTensor grad_z;
   Output grad_q, grad_k, grad_v;
-  Tensor grad_log_decay;  // without elements if there is no log_decay
+  Tensor grad_log_decay;  // without elements if there is no log_decay, or its gradient is not wanted
 
   struct Outputs {
     Output q, k, v;
   };
   Gradients(const Outputs& grads, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in, const Tensor& z_in,
-            const OptionalTensor& grad_z_in)
+            const OptionalTensor& grad_z_in, bool wants_decay = true)
       : o(readable(o_in)),
         grad_o(readable(grad_o_in)),
         z(dense(z_in)),
         grad_q(grads.q),
         grad_k(grads.k),
         grad_v(grads.v),
-        grad_log_decay(x.log_decay.has_value() ? empty_dense(*x.log_decay, ScalarType::Float) : no_elements(o_in)) {
+        grad_log_decay(x.log_decay.has_value() && wants_decay ? empty_dense(*x.log_decay, ScalarType::Float) : no_elements(o_in)) {
     if (grad_z_in.has_value()) grad_z = dense(*grad_z_in);
   }
   Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
-            const Tensor& z_in, const OptionalTensor& grad_z_in)
+            const Tensor& z_in, const OptionalTensor& grad_z_in, bool wants_decay = true)
       : Gradients({Output(q_in, q_in.size(3), x.q.size(3)), Output(k_in, k_in.size(3), x.k.size(3)), Output(v_in, v_in.size(3), x.v.size(3))},
-                  x, o_in, grad_o_in, z_in, grad_z_in) {}
+                  x, o_in, grad_o_in, z_in, grad_z_in, wants_decay) {}
 
   void fill(BwdParams& p) const {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);
@@ -134,7 +134,7 @@ struct Gradients {
     p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
     p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
     p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
-    p.grad_log_decay = p.log_decay != nullptr ? static_cast<float*>(grad_log_decay.data_ptr()) : nullptr;
+    p.grad_log_decay = grad_log_decay.numel() > 0 ? static_cast<float*>(grad_log_decay.data_ptr()) : nullptr;
   }
 };
 

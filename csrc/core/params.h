@@ -179,7 +179,7 @@ struct BwdParams : AttentionParams {
   void* grad_k;  // (b, hk, m, d)
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;
-  float* grad_log_decay;  // (b, hk, m + lag) contiguous; null without log_decay, and in mode kQueries
+  float* grad_log_decay;  // (b, hk, m + lag) contiguous; null without log_decay, where it is not wanted, and in mode kQueries
   // (b, h, n) contiguous, sums of pairs (decay/decay.h). kQueries: a result. kKeys, kKeysFromSaved: an input. Else, and without
   // log_decay: null.
   float* pairs_by_query;

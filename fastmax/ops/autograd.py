@@ -45,11 +45,16 @@ def refuse_second_derivative_of_normalization(ctx, *grads):
 
 
 class Differentiable(NamedTuple):
-    """An attention operator and its gradient."""
+    """An attention operator and its gradient.
+
+    Args:
+        backward_qkv: computes the gradients of q, k and v alone, of calls whose tensors need none; None: `backward` does.
+    """
 
     signature: Signature
     forward: Operator
     backward: Operator
+    backward_qkv: Operator | None = None
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
         last = 3 + len(self.signature.tensor_names)
@@ -57,15 +62,24 @@ class Differentiable(NamedTuple):
         ctx.options = inputs[last:]
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_z) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v and the call's tensors from the saved tensors; z is the second output."""
         names = self.signature.tensor_names
         if grad_o is None and grad_z is None:
             return (None,) * (3 + len(names))
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
+        tensors = saved[len(saved) - len(names) :]
+        if self.backward_qkv is not None and self._spares_gradients(tensors, needed[3:]):
+            return *self.backward_qkv(grad_o, grad_z, *saved, *options), *(None,) * len(names)
         results = self.backward(grad_o, grad_z, *saved, *options)
-        return self.signature.of_inputs(results, saved[len(saved) - len(names) :])
+        return self.signature.of_inputs(results, tensors)
+
+    def _spares_gradients(self, tensors: tuple, needed: tuple) -> bool:
+        """Returns whether the call has tensors with a gradient, and none is needed."""
+        names = zip(self.signature.tensor_names, tensors, needed, strict=False)
+        given = [is_needed for name, x, is_needed in names if x is not None and name in self.signature.differentiable]
+        return len(given) > 0 and not any(given)
 
 
 class Prefill(NamedTuple):
@@ -82,7 +96,9 @@ class Prefill(NamedTuple):
         ctx.save_for_backward(*inputs[:3], o, z, *state, *inputs[3:last])
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_kv_state, grad_k_sum) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_z, grad_kv_state, grad_k_sum
+    ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v, the call's tensors, and the state."""
         if grad_o is None and grad_z is None and grad_kv_state is None and grad_k_sum is None:
             return (None,) * (5 + len(CONTINUED.tensor_names))
@@ -109,7 +125,7 @@ class Normalization(NamedTuple):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
 
-    def gradients(self, saved: tuple, options: tuple, grad_q, grad_k, *_) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_q, grad_k, *_) -> tuple[Tensor | None, ...]:
         given = (grad_q, grad_k)
         if grad_q is None and grad_k is None:
             return given
@@ -135,7 +151,7 @@ class Recomputed(NamedTuple):
         ctx.options = inputs[self.tensors :]
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, *grads) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * self.tensors
         results = self.backward(*grads, *saved, *options)
@@ -147,10 +163,13 @@ def register_gradient(operator: Differentiable | Prefill | Normalization | Recom
     """Registers the gradient of an operator, and `refuse_second` as the backward of the gradient."""
 
     def differentiate(ctx, *grads):
-        return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
+        gradients = operator.gradients(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, *grads)
+        return *gradients, *(None,) * len(ctx.options)
 
     torch.library.register_autograd(operator.forward.overload, differentiate, setup_context=operator.save, lib=LIBRARY)
-    torch.library.register_autograd(operator.backward.overload, refuse_second, lib=LIBRARY)
+    backwards = (operator.backward, getattr(operator, "backward_qkv", None))
+    for backward in (x for x in backwards if x is not None):
+        torch.library.register_autograd(backward.overload, refuse_second, lib=LIBRARY)
 
 
 def compute(operator: Differentiable | Prefill | Normalization | Recomputed, tensors: tuple, options: tuple) -> Any:
@@ -205,4 +224,4 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # read only once: each access makes a checkpoint recompute
         # With create_graph=True autograd records this, so that derivatives of these gradients raise an error.
-        return None, None, *ctx.operator.gradients(saved, ctx.options, *grads)
+        return None, None, *ctx.operator.gradients(saved, ctx.options, ctx.needs_input_grad[2:], *grads)

@@ -13,8 +13,9 @@
 // gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 x2 is an operand in
 // registers: read from shared memory for each tile, it would make that slower than the tensor cores.
 //
-// With decays, the inter-chunk part of each row of x is multiplied by its decay. Where their gradient is wanted, the kernel also computes the
-// sum over the pairs of a row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles of pairs are added.
+// With decays, the inter-chunk part of each row of x is multiplied by its decay. Where their gradient is wanted, the kernel also
+// computes the sum over the pairs of a row, p = f(x.y) (x2.y2 + e) (portable/grad.cu). These sums are in shared memory while tiles
+// of pairs are added.
 //
 // The second moment needs no tiles of pairs: sum e y y^T is one product. Intra-chunk: scores and x2 . y2 by two products, whose weights are
 // operands of the next two in registers.
