@@ -79,9 +79,11 @@ struct StateBlock {
   static constexpr bool kScaled = kRows != Rows::kPlain, kHasDecay = kRows == Rows::kDecay;
   static constexpr bool kBounded = kRows == Rows::kBounded || kHasDecay;
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
-  // A warp that scales rows has several in flight.
-  static constexpr int kProducerRegisters = !kHasDecay ? 24 : kHeadDim == 32 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kHeadDim == 32 ? 104 : kHasDecay ? 232 : 240;
+  static constexpr uint32_t kOnes = 0x3f803f80u;  // two, in bf16
+  static constexpr bool kRoundsScales = kHasDecay && kHeadDim <= 64;  // at 128 consumers have no register left for one more address
+  // The more registers the warp that scales rows has, the more of them are in flight. At head dim 128 the consumers need all others.
+  static constexpr int kProducerRegisters = !kHasDecay || kHeadDim == 128 ? 24 : kHeadDim == 32 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kHeadDim == 32 ? 104 : kHasDecay && kHeadDim == 64 ? 232 : 240;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(Tile::kAllThreads * Tile::kResident),
                 "the producer has fewer registers to give");
   // Named barriers of a warpgroup and of the warp that copies its snapshots: its staging may be written; is.
@@ -100,6 +102,13 @@ struct StateBlock {
   const bool is_last, totals;
   const int &y_group, &stages;
 
+  // With decays: e of a stage's rows, which is their decays where there is no other, and what RowScaler makes of it, in the other's place.
+  __device__ __forceinline__ uint32_t scales(RingPosition at) const {
+    return static_cast<uint32_t>(stages_at + (loads.has_e ? Tile::kScales : Tile::kFactors) + at.stage * kScaleBytes);
+  }
+  __device__ __forceinline__ uint32_t rounded_scales(RingPosition at) const {
+    return static_cast<uint32_t>(stages_at + (loads.has_e ? Tile::kFactors : Tile::kScales) + at.stage * kScaleBytes);
+  }
   // The tiles of a snapshot in shared memory, from which they are copied to memory.
   __device__ __forceinline__ uint32_t staging_of(int wg) const {
     return static_cast<uint32_t>(stages_at + Tile::kStaging + wg * Tile::kStagingBytes);
@@ -151,8 +160,8 @@ struct StateProducer {
   }
 };
 
-// The scaler: multiplies rows of w by their decays until their chunk's end, and hands the stage to the consumers. One warp, whose products
-// hide behind those of the tensor cores; the consumers would have to multiply features, which are more.
+// The scaler: multiplies rows of w by their decays until their chunk's end, rounds e, and hands the stage to the consumers. One warp, whose
+// products hide behind those of the tensor cores; the consumers would have to multiply features, which are more.
 template <class Block>
 struct RowScaler {
   using Tile = typename Block::Tile;
@@ -165,30 +174,47 @@ struct RowScaler {
     for (int i = 0; i < b.stages; ++i, at.template advance<Block::kStages>()) {
       b.copied.wait_until_full(at);
       scale(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + Tile::kFactors + at.stage * kScaleBytes);
+      if constexpr (Block::kRoundsScales) {
+        __syncwarp();  // the factors may be written over
+        round_scales(b.scales(at), b.rounded_scales(at));
+      }
       ptx::fence_proxy_async();
       b.ring.publish(at, b.lane);
     }
   }
 
-  // Rows of panels as they lie: the chunks of a row have one factor, whatever their order.
+  // As the consumers take e: in bf16, and behind it ones, for shares without e.
+  __device__ __forceinline__ void round_scales(uint32_t e, uint32_t rounded) const {
+    const float2 pair = ptx::load_shared_f32x2(e + 8 * b.lane);
+    ptx::store_shared_u32(rounded + 4 * b.lane, ptx::pack_bf16x2(pair.x, pair.y));
+    ptx::store_shared_u32(rounded + kScaleBytes / 2 + 4 * b.lane, Block::kOnes);
+  }
+
+  // Rows as they lie: the chunks of a row have one factor, whatever their order. A row of a panel per kRowChunks lanes.
   __device__ __forceinline__ void scale(uint32_t w, uint32_t factors) const {
-    constexpr int kRowChunks = RowTile::kRowBytes / 16, kPassRows = 32 / kRowChunks, kPasses = kHeadDim == 32 ? 2 : 4;
-    const uint32_t first = w + 16 * b.lane, first_factor = factors + b.lane / kRowChunks * 4;
+    constexpr int kRowChunks = RowTile::kRowBytes / 16, kPassRows = 32 / kRowChunks;
+    constexpr int kPasses = kHeadDim == 64 ? 4 : kHeadDim == 32 ? 2 : 1;  // in flight
+    uint32_t at = w + 16 * b.lane, factor_at = factors + b.lane / kRowChunks * 4;
 #pragma unroll 1
-    for (int row = 0; row < RowTile::kPanels * kTileRows; row += kPasses * kPassRows) {
-      uint32_t x[kPasses][4];
+    for (int row = 0; row < kTileRows; row += kPasses * kPassRows) {
+      uint32_t x[kPasses][RowTile::kPanels][4];
       float factor[kPasses];
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
-        factor[i] = ptx::load_shared_f32(first_factor + (row + i * kPassRows) % kTileRows * 4);
-        ptx::load_shared_u32x4(x[i], first + (row + i * kPassRows) * RowTile::kRowBytes);
+        factor[i] = ptx::load_shared_f32(factor_at + i * kPassRows * 4);
+#pragma unroll
+        for (int j = 0; j < RowTile::kPanels; ++j) ptx::load_shared_u32x4(x[i][j], at + i * 512 + j * RowTile::kPanelBytes);
       }
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[i][j] = multiply_bf16x2(x[i][j], ptx::pack_bf16x2(factor[i], factor[i]));
-        ptx::store_shared_u32x4(first + (row + i * kPassRows) * RowTile::kRowBytes, x[i]);
+        for (int j = 0; j < RowTile::kPanels; ++j) {
+#pragma unroll
+          for (uint32_t& pair : x[i][j]) pair = multiply_bf16x2(pair, ptx::pack_bf16x2(factor[i], factor[i]));
+          ptx::store_shared_u32x4(at + i * 512 + j * RowTile::kPanelBytes, x[i][j]);
+        }
       }
+      at += kPasses * 512, factor_at += kPasses * kPassRows * 4;
     }
   }
 };
@@ -236,12 +262,13 @@ struct StateConsumer {
   static constexpr int kHeadDim = Tile::kPanelCols * Tile::kPanels;
   static constexpr int kStages = Block::kStages, kTileBytes = Block::kTileBytes;
   static constexpr bool kScaled = Block::kScaled, kHasDecay = Block::kHasDecay, kBounded = Block::kBounded;
+  static constexpr bool kRoundsScales = Block::kRoundsScales;
   static constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
   // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
   static constexpr int kFirst = (kOwn + 1) / 2;
   static constexpr int kColumnWarps = Tile::kPanelCols / 16, kOnesWarp = Tile::kOnesRow / 16;  // of a tile of columns, and of ones
   static constexpr int kPairs = kOwn / 2 + 1;
-  static constexpr uint32_t kOne = 0x3f803f80u;  // twice, in bf16
+  static constexpr uint32_t kOne = Block::kOnes;
 
   const Block& b;
   const Share& share;
@@ -350,9 +377,10 @@ struct StateConsumer {
     --left;
     const RingPosition own = at;
     const uint32_t w = b.stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
-    const uint32_t e = b.stages_at + (kHasDecay && !b.loads.has_e ? Tile::kFactors : Tile::kScales) + own.stage * kScaleBytes;
+    const uint32_t e = kHasDecay ? b.scales(own) : b.stages_at + Tile::kScales + own.stage * kScaleBytes;
     [[maybe_unused]] uint32_t last_at;  // e of this lane's first rows
-    if constexpr (kBounded) last_at = ptx::keep_in_register(e + 8 * t);
+    if constexpr (kRoundsScales) last_at = ptx::keep_in_register(b.rounded_scales(own) + (share.of_y ? 0 : kScaleBytes / 2) + 4 * t);
+    else if constexpr (kBounded) last_at = ptx::keep_in_register(e + 8 * t);
     const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
     bool next_is_full = false;
     if constexpr (kScaled) {
@@ -387,7 +415,11 @@ struct StateConsumer {
 #pragma unroll
       for (int j = 0; j < kFirst; ++j) add(j, rows);
       wgmma_commit();
-      if constexpr (kBounded) {
+      if constexpr (kRoundsScales) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) scale[h] = ptx::load_shared_u32(last_at + (16 * k + 8 * h) * 2);
+        keep(scale);
+      } else if constexpr (kBounded) {
         load_pairs(scale, last_at, k);
         if (!share.of_y) scale[0] = scale[1] = kOne;
         keep(scale);
