@@ -597,6 +597,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         if constexpr (kHasDecay) {
           ring.wait_until_full(at);
           if (is_fully_decayed(first_x, y_decay().sum(kLastOfTile<kValues>))) {
+            ptx::fence_proxy_async();  // for the load above (pipeline.h)
             skip_tile();
             continue;
           }
