@@ -14,22 +14,23 @@ PROBE = """
 using namespace fastmax;
 
 int main() {
-  int math, causal, reversed, carries;
+  int math, causal, reversed, carries, lag;
   Problem p{};
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &p.order, &causal,
-                    &math, &p.sm_count, &reversed, &carries) == 12) {
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &p.order, &causal,
+                    &math, &p.sm_count, &reversed, &carries, &lag) == 13) {
     p.head_dim_v = p.head_dim_qk, p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
     const StateSizes sizes = state_sizes(p.head_dim_qk, p.head_dim_v, p.order, p.math);
     const Time time = reversed ? Time::kBackward : Time::kForward;
     const int x_heads = reversed ? p.hk : p.h, y_heads = reversed ? p.h : p.hk;
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
     const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries != 2, carries == 3)
-                                    : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time);
+                                    : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time, lag);
     const StatePlan plan(r, sizes, p.sm_count, carries, carries == 4, carries == 5);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
-    std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
-                plan.segments, bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
-                bytes(plan.accumulators(), 4), bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
+    std::printf("plan %d %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
+                r.groups_of_all(), plan.segments, bytes(plan.slots(), sizes.snapshot_bytes),
+                bytes(plan.slots(), 4 * sizes.sum_floats), bytes(plan.accumulators(), 4),
+                bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
       const LinearProblem& x = phase.problem;
@@ -48,7 +49,7 @@ class Call(NamedTuple):
     """The arguments of a call in the order in which the probe reads them. reversed: the keys see the queries, as in the states
     of grad_k and grad_v. carries: 1: a state goes in and comes out; 2: the walk ends before the last chunk, because nothing
     reads the state after it; 3: only the state is wanted; 4: all snapshots are saved; 5: memory is saved if there are more
-    snapshots than may be saved."""
+    snapshots than may be saved. lag: rows by which states lag behind the queries that read them."""
 
     b: int
     h: int
@@ -62,6 +63,7 @@ class Call(NamedTuple):
     sm_count: int = 132
     reversed: int = 0
     carries: int = 0
+    lag: int = 0
 
 
 class Plan(NamedTuple):
@@ -70,6 +72,7 @@ class Plan(NamedTuple):
     chunk: int
     chunks: int
     groups: int
+    groups_of_all: int
     segments: int
     snapshots: int
     sums: int
@@ -126,6 +129,10 @@ def check_cover(call, plan):
     assert set(next_row) == set(itertools.product(range(call.b), range(call.hk)))
     assert set(next_row.values()) == {rows}
     assert 128 * plan.groups >= max(walked.values()), "what says which groups of rows are whole covers the walk"
+    last_seen = plan.boundary + call.lag + -(-rows // 256) * 256
+    assert plan.boundary % 128 == 0 and 128 * plan.groups_of_all >= max(last_seen, 128 * plan.groups)
+    if call.causal and not call.reversed and not call.carries:
+        assert plan.boundary + call.lag - plan.pad == call.m - call.n, "the last query sees the last key"
     assert stored == (set(walked) if call.carries else set())
     if call.carries:
         assert plan.pad == plan.boundary == 128 and plan.chunk % 256 == 0 and plan.accumulators > 0
@@ -224,6 +231,18 @@ def test_states_that_are_carried(plan):
     one_token, *_, many, long = plans
     assert (one_token.chunk, one_token.chunks, len(one_token.phases)) == (256, 2, 1)
     assert len(many.phases) > 40 and len(long.phases) > 1 and long.segments > 1
+
+
+def test_states_that_lag(plan):
+    """Chunks begin as much earlier among the keys, also before the first one, whose rows are then none."""
+    sizes = [(1, 1), (700, 700), (300, 345), (257, 400), (70, 700), (65_536, 65_536), (1000, 5000)]
+    calls = [Call(2, 8, 4, n, m, d, lag=lag) for n, m in sizes for d in (32, 64, 128) for lag in (0, 64, 192, 256)]
+    for call, p in zip(calls, plan(calls), strict=True):
+        check_cover(call, p)
+        check_memory(call, p)
+        assert 0 <= p.pad < 128 + call.lag and p.boundary >= 0
+    (plain, lagging) = plan([Call(1, 1, 1, 700, 700, 64), Call(1, 1, 1, 700, 700, 64, lag=192)])
+    assert (plain.pad, plain.boundary, lagging.pad, lagging.boundary) == (0, 0, 192, 0) and plain.chunks == lagging.chunks
 
 
 def test_saved_states(plan):

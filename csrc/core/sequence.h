@@ -10,6 +10,9 @@
 // multiple of kBoundary, so that no step crosses it. Without causality the boundary is past the last row of y, and there is one chunk
 // without an intra-chunk part.
 //
+// For an exact window, states lag: x row r sees the virtual rows up to boundary + lag + r, the last `lag` of them at least in its chunk and
+// not in the state before it.
+//
 // Rows are numbered in the order in which a pass visits them. grad_k and grad_v go back in time, over reversed rows: "all later queries"
 // of a key are then "all earlier rows", a suffix is a prefix, and every pass works in the same way:
 //
@@ -36,14 +39,14 @@ enum class Time { kForward, kBackward };
 struct Sequence {
   int nx, ny;    // rows
   int pad;       // virtual row of y row 0
-  int boundary;  // virtual row that x row 0 sees last
+  int boundary;  // virtual row that x row 0 sees last, less the lag
   bool causal;
   Time time;
 
-  // before: y rows that x row 0 sees before its own; 0 where not causal.
-  static Sequence dense(int nx, int ny, bool causal, int before, Time time) {
-    const int pad = causal ? round_up(before, kBoundary) - before : 0;
-    return {nx, ny, pad, causal ? before + pad : round_up(ny, kBoundary), causal, time};
+  // before: y rows that x row 0 sees before its own; 0 where not causal. lag: of states, only where causal.
+  static Sequence dense(int nx, int ny, bool causal, int before, Time time, int lag = 0) {
+    const int boundary = round_up(causal ? before > lag ? before - lag : 0 : ny, kBoundary);
+    return {nx, ny, causal ? boundary + lag - before : 0, boundary, causal, time};
   }
 
   // As many rows of y as of x, after a carried state. A pad takes the place of the state's tokens, so that the first chunk reads a state.
@@ -51,7 +54,7 @@ struct Sequence {
 
   // The y row of a virtual row; negative in the pad.
   __host__ __device__ int y_row(int virtual_row) const { return virtual_row - pad; }
-  // Ends in virtual rows: of y, and of what the x rows before x_row see.
+  // Ends in virtual rows: of y, and of what the x rows before x_row see, less the lag.
   __host__ __device__ int y_end() const { return ny + pad; }
   __host__ __device__ int seen_end(int x_row) const { return boundary + x_row; }
   // The first token of x rows [x_row, x_row + rows) in memory.

@@ -79,13 +79,20 @@ struct LinearProblem : ChunkedSequence {
   // Groups of kBoundary virtual rows of y; and the place of y row 0's token among all virtual rows in the order of tokens.
   int groups() const { return (std::max(y_end(), end()) + kBoundary - 1) / kBoundary; }
   int first_token_at() const { return time == Time::kForward ? pad : groups() * kBoundary - ny - pad; }
-  // Groups that cover the rows of x too, of which blocks of kernels have up to 256.
-  int groups_of_all() const { return std::max(groups(), (boundary + round_up(nx, 256)) / kBoundary); }
+  // Groups that cover what the rows of x see last too, of which blocks of kernels have up to 256.
+  int groups_of_all() const {
+    const int missing = round_up(nx, 256) - nx;
+    return std::max(groups(), (std::max(y_end(), boundary + nx) + missing + kBoundary - 1) / kBoundary);
+  }
   // Order 1: parts before the boundary (lead parts), then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
   __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts()) * part; }
 };
+
+// With an exact window: how many rows states lag behind the rows of x (core/sequence.h), a multiple of the tiles' rows. No row is local to
+// one that reads it in a state.
+inline __host__ __device__ int state_lag(int window) { return (window + 62) / 64 * 64; }
 
 // Coefficients that snapshots include: of pairs of columns (twice that off the diagonal), of first order, of the second moment of y.
 struct StateWeights {
@@ -137,6 +144,10 @@ struct ReadArgs : LinearProblem {
   KeyBounds k_start;       // with decays: a query whose k_start is after its own token sees nothing
   View noise;
   float dropout;
+  // An exact window, for the kernels of kLinearExactWindow (linear/algorithm.h): local rows of y, those less than `window` before a row
+  // of x, have the weight 2^(local_scale x.y) in place of f, times their decay. z is the logarithm of the sum of weights. 0: none.
+  int window;
+  float local_scale;
 };
 
 // A gradient pass: out = sum (g0 + g1 x.y) (x2.y2 + e) y.
@@ -175,6 +186,7 @@ struct DecayTilesArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
+  int state_lag;  // with an exact window; else 0
   DecayTile *tiles, *x_tiles;  // Decay
   // For the state pass; null: only the tiles are wanted.
   float* factors;   // [state], e_head apart: decay of every virtual row of y until its chunk's end; 0 where there is no row

@@ -29,9 +29,9 @@ inline constexpr int64_t kSavedBytes = int64_t{4608} << 20;
 
 // Returns the problem of x rows that see y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
-                                  int boundary_offset, Time time) {
+                                  int boundary_offset, Time time, int lag = 0) {
   LinearProblem r{};
-  static_cast<Sequence&>(r) = Sequence::dense(nx, ny, p.causal, boundary_offset, time);
+  static_cast<Sequence&>(r) = Sequence::dense(nx, ny, p.causal, boundary_offset, time, lag);
   r.batch = p.b;
   r.state_heads = p.hk;
   r.x_group = x_heads / p.hk;
