@@ -95,7 +95,11 @@ class Case:
     @property
     def is_softmax(self):
         """Whether the second result is the logarithm of the sums of weights."""
-        return self.algorithm in ("flash", "exact_window")
+        return self.algorithm in ("flash", "exact_window", "linear exact window")
+
+
+def window_in_linear(*args, **options):
+    return Case("linear exact window", "linear2_window_sm90", *args, backward=False, **options)
 
 
 def quadratic(*args, **options):
@@ -189,9 +193,24 @@ CASES = [
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak", decay_gradient=False, schedules=1),
     Case("linear", "linear2_sm90", 130, 200, 128, h=1, hk=1),
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
-    # Keys that read a state too.
-    Case("linear", "linear2_sm90", 130, 200, 128, h=2, hk=1, causal=False, padding=True, schedules=1),
-    Case("linear", "linear2_sm90", 1090, 1160, 128, h=1, hk=1, decay="weak", padding=True, schedules=1),
+    # States that lag: rows before the first key, tiles of local, of global and of both keys, chunks that end within the rows.
+    window_in_linear(600, 600, 64, h=4, hk=2, exact_window=128),
+    window_in_linear(330, 330, 64, exact_window=1, padding=True),
+    window_in_linear(300, 345, 64, hk=1, exact_window=17),
+    window_in_linear(257, 400, 64, exact_window=64, padding=True, h=1, hk=1),
+    window_in_linear(70, 700, 64, exact_window=130, h=1, hk=1),
+    window_in_linear(520, 520, 32, h=1, hk=1, exact_window=250, multiprocessors=8),
+    window_in_linear(600, 650, 64, h=4, hk=2, decay="ordinary", exact_window=128),
+    window_in_linear(300, 300, 64, h=1, hk=1, decay="none, ordinary or strong", exact_window=40, padding=True),
+    window_in_linear(520, 540, 32, hk=1, decay="weak", exact_window=100, padding=True),
+    window_in_linear(300, 300, 32, h=1, hk=1, decay="strong", exact_window=3),
+    window_in_linear(420, 420, 64, h=2, hk=1, exact_window=70, packed=(0, 70, 71, 200, 420)),
+    window_in_linear(420, 420, 32, h=1, hk=1, exact_window=128, packed=(0, 70, 71, 200, 420)),
+    window_in_linear(420, 420, 64, h=1, hk=1, exact_window=30, packed=(0, 170, 420), decay="ordinary"),
+    window_in_linear(900, 900, 32, h=1, hk=1, exact_window=63, packed=(*range(0, 900, 37), 900), schedules=1),
+    window_in_linear(200, 257, 128, h=1, hk=1, exact_window=100, padding=True),
+    window_in_linear(1100, 1100, 128, h=1, hk=1, exact_window=65, decay="weak", schedules=1),
+    window_in_linear(400, 400, 128, h=1, hk=1, exact_window=128, packed=(0, 100, 400)),
     # Order 1: walks of more tiles than the rings of a block have stages, by one block and by two; and from sums over parts.
     Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1),
     Case("linear", "linear1_sm90", 700, 777, 64, hk=1, order=1, dropout=0.3, schedules=1),
@@ -347,6 +366,7 @@ NAN_CASES = [
     Case("linear", "linear2_sm90", 300, 2400, 32, h=1, hk=1, decay="ordinary", padding=True),
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", lag=40),
     Case("linear", "linear2_sm90", 300, 2400, 32, h=1, hk=1, decay="ordinary", padding=True, lag=20),
+    window_in_linear(300, 300, 64, hk=1, decay="ordinary", exact_window=40),
 ]
 
 
@@ -436,6 +456,33 @@ def test_global_keys_of_packed_sequences(library, algorithm, d, decay):
     gradients = {f"grad_{name}": nan_like(x) for name, x in given.items() if name != "k_start"}
     library.run(algorithm, "backward", given | {"o": o, "z": z, "grad_o": grad_o} | gradients, **numbers)
     assert wrong(gradients, {f"grad_{name}": x for name, x in (grads._asdict() | of_tensors).items()}) == {}
+
+
+@pytest.mark.parametrize("decay", [None, "weak"])
+@pytest.mark.parametrize("d, scale", [(64, 300.0), (32, -300.0), (64, 40.0)])
+def test_linear_exact_windows_of_large_scores(library, d, scale, decay):
+    """exp(s) overflows, or is 0 for all local keys. The latter are all that a query sees in the first rows."""
+    call = Call(window_in_linear(300, 300, d, h=1, hk=1, exact_window=30, decay=decay))
+    call.q[..., 1:], call.k[..., 1:] = 0.0, 0.0
+    call.q[..., 0], call.k[..., 0] = 1.0, scale / SCALE * (torch.rand(1, 1, 300) if scale == 300.0 else 1.0)
+    call.exact = call._in_float64()
+    assert wrong(call.run(library, 3), call.exact) == {}
+
+
+@pytest.mark.parametrize("packed", [(), (0, 70, 71, 200, 300)])
+def test_linear_exact_windows_of_masked_keys(library, packed):
+    """Some queries see no key, some local or global keys alone."""
+    case = window_in_linear(300, 300, 64, h=1, hk=1, exact_window=40, padding=True, packed=packed)
+    call = Call(case)
+    call.options["attention_mask"][0, [*range(50), *range(60, 130), *range(180, 200)]] = False
+    call.exact = call._in_float64()
+    results = call.run(library, 3)
+    is_empty = call.exact["z"] == -torch.inf
+    assert is_empty.any() and torch.equal(results["z"] == -torch.inf, is_empty)
+    for x in (results, call.exact):
+        assert (x["o"][is_empty] == 0).all()
+        x["z"][is_empty] = 0.0
+    assert wrong(results, call.exact) == {}
 
 
 @pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e10, True)])

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from common import Case, dtype_id, make_decay, make_inputs, relative, run
+from test_sm90 import ON_HOPPER, taken  # noqa: F401
 
 from fastmax import eager, fastmax_attention
 from fastmax.core.call import Call
@@ -150,6 +151,46 @@ def test_scores_of_hundreds(algorithm, scores, decay):
         assert actual[name].isfinite().all(), name
         size = max(x.norm().item(), incoming * (300.0 if name == "grad q" else 1.0))
         assert (actual[name].double() - x).norm().item() <= 1e-3 * size, name
+
+
+@pytest.mark.parametrize("decay", [None, "weak"])
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_scores_of_hundreds_in_bf16(d, scores, decay):
+    """The same in the kernels of bf16."""
+    inputs, _ = make(Case("", n=400, h=2, d=d), decay=decay)
+    inputs["q"], inputs["k"] = torch.zeros_like(inputs["q"]), torch.zeros_like(inputs["k"])
+    inputs["q"][..., 0], inputs["k"][..., 0] = 1.0, SCORES[scores](torch.rand(1, 2, 400, device="cuda")).bfloat16()
+    options = {"algorithm": "linear", "exact_window": 30, "temperature": 1.0}
+    wide = {name: x.double() for name, x in inputs.items()}
+    (o, lse), (exact_o, exact_lse) = with_lse(**inputs, **options), with_lse(**wide, **options)
+    assert relative(o, exact_o) <= LIMITS[torch.bfloat16][0] and relative(lse, exact_lse) <= 1e-3
+
+
+ONE_PASS = {"linear": "linear2_window_sm90", "quadratic": "exact_window_sm90"}
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="other kernels")
+@pytest.mark.parametrize("algorithm, d, window, options, one_pass", [
+    ("quadratic", 64, 128, {}, True),
+    ("linear", 32, 1, {}, True),
+    ("linear", 64, 128, {}, True),
+    ("linear", 64, 256, {}, True),
+    ("linear", 128, 1024, {}, True),
+    ("linear", 64, 257, {}, False),
+    ("linear", 64, 1200, {}, False),
+    ("linear", 64, 128, {"p": 1}, False),
+    ("linear", 96, 128, {}, False),
+])  # fmt: skip
+@pytest.mark.parametrize("decay", [None, "ordinary"])
+def test_one_pass_on_hopper(algorithm, d, window, options, one_pass, decay, taken):  # noqa: F811
+    """Forwards of the linear algorithm take one pass where a window is no longer than a chunk, and there are global keys."""
+    inputs, grads = make(Case("", n=1200, h=2, d=d), decay=decay)
+    taken()
+    check(inputs, grads, algorithm=algorithm, exact_window=window, **options)
+    forwards = {name for name in taken() if "forward" in name}
+    name = ONE_PASS[algorithm].replace("exact_window_sm90", "exact_window_sm90" if decay is None else "exact_window_decay_sm90")
+    assert (forwards == {f"exact_window_forward: {name}"}) if one_pass else (f"exact_window_forward: {name}" not in forwards)
 
 
 @pytest.mark.parametrize("decay", [None, "ordinary"])

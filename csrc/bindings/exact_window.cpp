@@ -1,7 +1,7 @@
-// fastmax_cuda::exact_window_forward and exact_window_backward, causal. Where the algorithm is quadratic, some architectures have kernels
-// that compute local and global keys in one pass. Other calls are computed in two parts: softmax attention to the local keys (flash.h),
-// then attention with the polynomial to the global keys, which is merged into it in place. Kernels that cannot merge write to memory of
-// their own.
+// fastmax_cuda::exact_window_forward and exact_window_backward, causal. Some architectures have kernels that compute local and global keys
+// in one pass: both directions of the quadratic algorithm, the forward of the linear one. Other calls are computed in two parts: softmax
+// attention to the local keys (flash.h), then attention with the polynomial to the global keys, which is merged into it in place. Kernels
+// that cannot merge write to memory of their own. All agree on o and lse.
 //
 // The global keys are all keys but the last `exact_window`. They are the keys of a causal call for the last queries, each at the position
 // of the key `exact_window` tokens before it; a lag gives them the decays of the tokens between (Problem::lag).
@@ -49,13 +49,15 @@ void check(const AttentionInputs& x, const Options& options, bool causal) {
 
 // ---- in one pass
 
-// Fills the params of one pass and returns whether there are kernels for it.
-bool fill_one_pass(AttentionParams& p, const AttentionInputs& x, const Operands& operands, const Options& options, Direction direction) {
-  if (&choose(options.algorithm, x, /*causal=*/true, options.polynomial.order) != &kQuadraticAlgorithm) return false;
+// Fills the params of one pass and returns the table of its kernels, or null if there are none.
+const Algorithm* fill_one_pass(AttentionParams& p, const AttentionInputs& x, const Operands& operands, const Options& options,
+                               Direction direction) {
   operands.fill(p, options.scale, /*causal=*/true, kNoWindow, options.allow_tf32);
   options.polynomial.fill(p);
   p.exact_window = static_cast<int>(std::min<int64_t>(options.window, p.m));  // no query is further behind a key than m - 1
-  return find(kExactWindowAlgorithm, p, direction) != nullptr;
+  const bool is_linear = &choose(options.algorithm, x, /*causal=*/true, options.polynomial.order) == &kLinearAlgorithm;
+  const Algorithm& algorithm = is_linear ? kLinearExactWindow : kExactWindowAlgorithm;
+  return find(algorithm, p, direction) == nullptr ? nullptr : &algorithm;
 }
 
 // Returns o and lse, or nothing if there are no kernels for the call.
@@ -63,11 +65,12 @@ std::optional<std::tuple<Tensor, Tensor>> forward_in_one_pass(const AttentionInp
   if (is_empty(x.q) || is_empty(x.k) || is_empty(x.v)) return std::nullopt;
   const Operands operands(x);
   FwdParams p{};
-  if (!fill_one_pass(p, x, operands, options, Direction::kForward)) return std::nullopt;
+  const Algorithm* algorithm = fill_one_pass(p, x, operands, options, Direction::kForward);
+  if (algorithm == nullptr) return std::nullopt;
   const Tensor lse = empty_per_query(x.q);
   const Results results(x.q, x.v, operands, lse);
   results.fill(p);
-  run("exact_window_forward", kExactWindowAlgorithm, p, x.q.get_device_index());
+  run("exact_window_forward", *algorithm, p, x.q.get_device_index());
   return std::tuple(results.o.result(), lse);
 }
 
@@ -81,10 +84,11 @@ std::optional<InputGradients> backward_in_one_pass(const AttentionInputs& x, con
   if (is_empty(x.q) || is_empty(x.k) || is_empty(x.v)) return std::nullopt;
   const Operands operands(x);
   BwdParams p{};
-  if (!fill_one_pass(p, x, operands, options, Direction::kBackward)) return std::nullopt;
+  const Algorithm* algorithm = fill_one_pass(p, x, operands, options, Direction::kBackward);
+  if (algorithm == nullptr) return std::nullopt;
   const Gradients gradients(x.q, x.k, x.v, operands, o, grad_o, lse, grad_lse);
   gradients.fill(p);
-  run("exact_window_backward", kExactWindowAlgorithm, p, x.q.get_device_index());
+  run("exact_window_backward", *algorithm, p, x.q.get_device_index());
   return InputGradients{gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
 }
 

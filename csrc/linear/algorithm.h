@@ -10,8 +10,9 @@ namespace fastmax {
 extern const Algorithm kLinearAlgorithm;
 // Causal calls that continue from a state and end in one (FwdParams::state, BwdParams::state), n = m.
 extern const Algorithm kLinearFromState;
-// Causal calls of order 1 whose rows of q and k are shortened (AttentionParams::lim). No portable kernels.
-extern const Algorithm kLinearOfShortened;
+// Causal calls with an exact window, local and global keys in one pass. z is the logarithm of the sums. The table has forwards of newer
+// architectures only.
+extern const Algorithm kLinearExactWindow;
 
 // The widest head dim with kernels for order 1 alone (order1/), whose state fits the registers of a block. Wider heads, and calls with
 // decays, run the kernels for order 2, which skip the second-order part.

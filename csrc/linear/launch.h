@@ -160,15 +160,16 @@ inline void linear_decay(const Problem& p, const DecayArgs& a, cudaStream_t stre
   dispatch_kernel_math(p, [&](auto math) { linear_decay<typename decltype(math)::type>(a, stream); });
 }
 
-// Coefficients of f and of scale f' as polynomials of the unscaled dot product.
+// Coefficients of f and of scale f' as polynomials of the unscaled dot product, and of log2 of exp.
 struct Coefficients {
-  float c0, c1, c2, g0, g1;
+  float c0, c1, c2, g0, g1, local;
   explicit Coefficients(const Problem& p)
       : c0(p.a0),
         c1(p.a1 * p.scale),
         c2(p.order == 2 ? p.a2 * p.scale * p.scale : 0.f),
         g0(c1),
-        g1(2.f * c2) {}
+        g1(2.f * c2),
+        local(p.scale * 1.4426950408889634f) {}
 };
 
 struct BwdInputs : Inputs {

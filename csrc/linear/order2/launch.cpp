@@ -347,20 +347,20 @@ struct DecayedRows {
     (plan.whole.time == Time::kForward ? decay.x_lag : decay.y_lag) = p.lag;
     decay.origin = plan.whole.boundary, decay.carries = carries, decay.chunks = plan.whole.chunks;
     decay.bounds_alone = p.log_decay == nullptr;
-    if (by_tiles) fill_tiles(plan.whole, sums_rows, decay, a, stream);
+    if (by_tiles) fill_tiles(plan.whole, state_lag(p.exact_window), sums_rows, decay, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
     return decay;
   }
 
  private:
-  void fill_tiles(const LinearProblem& problem, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
+  void fill_tiles(const LinearProblem& problem, int lag, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
     const int heads = problem.state_heads * problem.y_group;
     decay.tiles = tiles, decay.x_tiles = x_tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
     DecayTilesArgs args{};
     static_cast<LinearProblem&>(args) = problem;
     args.decay = decay;
     args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
-    args.tiles = tiles, args.x_tiles = x_tiles;
+    args.state_lag = lag, args.tiles = tiles, args.x_tiles = x_tiles;
     if (sums_rows) {
       args.factors = factors + problem.first_token_at(), args.e_head = int64_t{problem.groups()} * kBoundary;
       args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + problem.first_token_at();
@@ -408,7 +408,9 @@ StateSizes with_saved_chunk(StateSizes sizes, bool saves_states) {
 // Queries that see keys.
 LinearProblem query_problem(const FwdParams& p, const StateSizes& sizes, bool saves_states) {
   const StateSizes s = with_saved_chunk(sizes, saves_states);
-  if (!p.has_state()) return make_problem(p, s, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+  if (!p.has_state()) {
+    return make_problem(p, s, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, state_lag(p.exact_window));
+  }
   const bool state_alone = !saves_states && !p.wants_outputs();
   return make_problem_after_state(p, s, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, state_alone);
 }
@@ -550,6 +552,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.k_start = p.k_start;
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
+  read.window = p.exact_window, read.local_scale = f.local;
 
   Passes passes{p, kernels, plan.states, plan.buffers, decay, stream};
   passes.carry.state = p.state, passes.carry.is_stored = p.wants_new_state();

@@ -57,6 +57,22 @@ struct ItemsOfRows {
 #endif
 };
 
+// The same where states lag (core/sequence.h): more intra-chunk tiles.
+struct LaggingItemsOfRows : ItemsOfRows {
+  using ItemsOfRows::ItemsOfRows;
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ Item at(const ReadArgs& p, int index) const {
+    const int lag = state_lag(p.window);
+    Item item = ItemsOfRows::at(p, index);
+    item.first_own += lag / kTileRows;
+    const int own_end = min(p.seen_end(min(item.row + rows, p.nx)) + lag, p.y_end());
+    item.own_tiles = (max(own_end - p.chunk_begin(item.chunk), 0) + kTileRows - 1) / kTileRows;
+    return item;
+  }
+#endif
+};
+
 #ifdef __CUDACC__
 // The first address for tiles in dynamic shared memory.
 __device__ __forceinline__ uint32_t first_tile(const void* shared) {
@@ -196,8 +212,9 @@ struct ItemSource {
   int token = 0, y_head = 0, batch = 0;  // of the first intra-chunk tile
   const char* snapshot = nullptr;
 
-  __device__ __forceinline__ ItemSource(const LinearProblem& p, const ItemsOfRows& items, int index, const void* snapshots,
-                                        int snapshot_stages, int64_t snapshot_bytes) {
+  template <class Args, class Items>
+  __device__ __forceinline__ ItemSource(const Args& p, const Items& items, int index, const void* snapshots, int snapshot_stages,
+                                        int64_t snapshot_bytes) {
     if (index >= items.count) return;
     const ItemsOfRows::Item item = items.at(p, index);
     state_stages = p.has_state(item.chunk) ? snapshot_stages : 0, own_stages = item.own_tiles * p.y_group;

@@ -11,6 +11,7 @@ namespace fastmax {
 
 extern const StatePasses kStatePassesSm90;  // bf16, p = 2, head dims 32, 64 and 128
 bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
+bool linear2_window_sm90_covers(const AttentionParams& p, Direction direction);  // calls of kLinearExactWindow
 
 // Whether the output kernel of a forward adds ReadArgs::added: at head dim 128 the ring would have two stages left.
 constexpr bool reads_add_sm90(int head_dim) { return head_dim <= 64; }

@@ -20,6 +20,12 @@ bool linear2_sm90_covers(const AttentionParams& p, Direction) {
          is_copied(p.v, p.v_stride, p.hk, p.m, p.dv) && driver_makes_tensor_maps();
 }
 
+// States lag by the window: a wider one than a chunk has more intra-chunk tiles than it saves. Without global keys no state is needed.
+bool linear2_window_sm90_covers(const AttentionParams& p, Direction direction) {
+  if (direction != Direction::kForward || !p.causal || p.exact_window < 1 || p.exact_window >= p.m) return false;
+  return linear2_sm90_covers(p, direction) && p.exact_window <= kStatePassesSm90.sizes(p).chunk;
+}
+
 constexpr StatePasses kStatePassesSm90 = {
     /*takes_zeros=*/true,
     [](const Problem& p) {

@@ -12,6 +12,9 @@
 // The constant term of the denominator is not summed: it is c0 times the number of rows of y that are seen, in a carried state too. With
 // decays it is summed with the rest, and the inter-chunk part of each row of x is multiplied by its decay, in registers.
 //
+// An exact window (window.h) has local keys in the last intra-chunk tiles of a row, and states that lag. A forward then stores the logarithm
+// of the denominator, of which every term is summed.
+//
 // Roles: a producer thread fills the ring of stages, two consumer warpgroups compute. Where a state is added to the snapshots (kAdds), the
 // other warps of the producer's warpgroup are adders: a stage goes from the producer to them, and from them to the consumers. The
 // consumers' steps are in the kernel: with several of them as functions the compiler allocates their registers otherwise.
@@ -27,6 +30,7 @@
 #include "linear/order2/features.h"
 #include "linear/order2/sm90/hopper_walk.h"
 #include "linear/order2/sm90/kernels.h"
+#include "linear/order2/sm90/window.h"
 
 namespace fastmax {
 namespace {
@@ -67,12 +71,32 @@ __device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row
   return a.y_counts.data == nullptr ? end : a.y_counts.data[batch * a.y_counts.batch + end - 1];
 }
 
-// With decays: whether a row of x sees nothing because its k_start is after its own token.
-__device__ __forceinline__ bool is_blind(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row) {
+// With bounds, the first row of y that a row of x sees.
+__device__ __forceinline__ int first_seen(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row) {
   const KeyBounds& first = a.k_start;
-  if (first.data == nullptr || x_row >= a.nx) return false;
-  return first.data[item.batch * first.stride.batch + item.state_head * first.stride.head + x_row * first.stride.token] >
-         a.y_row(a.seen_end(x_row));
+  return first.data[item.batch * first.stride.batch + item.state_head * first.stride.head + x_row * first.stride.token];
+}
+
+// With decays: whether a row of x sees nothing because its k_start is after its own token.
+__device__ __forceinline__ bool is_blind(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, int lag) {
+  if (a.k_start.data == nullptr || x_row >= a.nx) return false;
+  return first_seen(a, item, x_row) > a.y_row(a.seen_end(x_row) + lag);
+}
+
+// With a window: how many rows of y before `y_row` are attended.
+__device__ __forceinline__ int attended_before(const ReadArgs& a, int batch, int y_row) {
+  if (y_row <= 0 || a.y_counts.data == nullptr) return max(y_row, 0);
+  return a.y_counts.data[batch * a.y_counts.batch + min(y_row, a.ny) - 1];
+}
+// Which of the 64 rows of y from `y_row` on are there and attended, in words of 32. By a warp.
+__device__ __forceinline__ void attended_rows(const ReadArgs& a, int batch, int y_row, uint32_t (&rows)[2]) {
+  const uint8_t* mask = mask_pointer(a.y_mask, batch);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = y_row + 32 * h + lane_index();
+    const bool is_there = row >= 0 && row < a.ny;
+    rows[h] = __ballot_sync(0xffffffffu, is_there && (mask == nullptr || mask[static_cast<int64_t>(row) * a.y_mask.token] != 0));
+  }
 }
 
 // An accumulator's rows row and row + 8 of x times 1 + dropout noise.
@@ -125,15 +149,19 @@ __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows:
   factor = 1.f;
 }
 
+template <bool kWindow>
+using ItemsOfRead = std::conditional_t<kWindow, LaggingItemsOfRows, ItemsOfRows>;
+
 // What all roles of a block share: the arguments, the layout of shared memory, and the loads of tiles. A stage holds two tiles of a
 // snapshot, or for the intra-chunk part a tile of y and one of w, the y heads of a state in turn. Members are references to variables of
 // the kernel: the compiler then allocates registers as for lambdas.
 // kValues: grad_v, over reversed rows, without denominators; else a forward.
 // kAdds: a.added is added to snapshots, only without decays.
-template <int kHeadDim_, bool kValues_, DecayKind kDecayKind_, bool kAdds_>
+// kWindow: a forward with an exact window.
+template <int kHeadDim_, bool kValues_, DecayKind kDecayKind_, bool kAdds_, bool kWindow_>
 struct ReadBlock {
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kValues = kValues_, kAdds = kAdds_, kHasDecay = kDecayKind_ != DecayKind::kNone;
+  static constexpr bool kValues = kValues_, kAdds = kAdds_, kWindow = kWindow_, kHasDecay = kDecayKind_ != DecayKind::kNone;
   static constexpr DecayKind kDecayKind = kDecayKind_;
   using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
@@ -142,7 +170,7 @@ struct ReadBlock {
 
   const CUtensorMap &x_map, &y_map, &w_map, &out_map;
   const ReadArgs& a;
-  const ItemsOfRows& items;
+  const ItemsOfRead<kWindow>& items;
   const uint32_t &stages_at, &x_at, &x_full;
   const Ring<kStages>&ring, &copied;  // copied: stages that are loaded, and not yet added; without kAdds the ring itself
   const int &warp, &lane, &warpgroup;
@@ -210,7 +238,8 @@ struct ReadBlock {
       const int row = item.row + tile_of(m) * kTileRows;
       if constexpr (kHasDecay) {
         const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-        ptx::bulk_load(x_decay(buffer, m).address, x_decay_tile(a, state, a.seen_end(row)), Tile::kDecayBytes, barrier);
+        const int last_seen = a.seen_end(row) + (kWindow ? state_lag(a.window) : 0);
+        ptx::bulk_load(x_decay(buffer, m).address, x_decay_tile(a, state, last_seen), Tile::kDecayBytes, barrier);
       }
       RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
     }
@@ -258,11 +287,12 @@ __device__ __forceinline__ void add_states(const Block& b) {
   }
 }
 
-template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds>
+template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds, bool kWindow>
 __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
-                            const ItemsOfRows items) {
+                            const ItemsOfRead<kWindow> items) {
+  static_assert(!kWindow || (!kValues && !kAdds), "exact windows are of forwards without a state");
   constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
   using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
@@ -280,7 +310,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
   // Loops over tiles depend on it: what they change is kept in uniform registers where it is known to be the same in all lanes. At head
   // dim 128 that spills.
   const int warpgroup = kHeadDim == 128 ? warp / 4 : warp_uniform(warp / 4);
-  using Block = ReadBlock<kHeadDim, kValues, kDecayKind, kAdds>;
+  using Block = ReadBlock<kHeadDim, kValues, kDecayKind, kAdds, kWindow>;
   const Block block{x_map, y_map, w_map, out_map, a, items, stages_at, x_at, x_full, ring, copied, warp, lane, warpgroup};
   block.init_barriers();
   // This warpgroup's tiles of x within the work tile.
@@ -463,13 +493,17 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 
     const ItemsOfRows::Item own_item = item_again();
-    if (kHasDecay && a.has_state(own_item.chunk)) {
+    if ((kHasDecay || kWindow) && a.has_state(own_item.chunk)) {
       const float* state_sums = a.sums + own_item.slot * Tile::kSums;
       float factor[kRowTiles][2];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+          if constexpr (!kHasDecay) {
+            factor[m][r] = 1.f;
+            continue;
+          }
           factor[m][r] = x_decay(buffer, m).since_chunk(row + 8 * r);
           if (!kValues) sums[m][r] = decayed(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor[m][r]);
         }
@@ -492,6 +526,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     [[maybe_unused]] const auto y_decay = [&] {
       return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes)};
     };
+    [[maybe_unused]] const int first_y_row = a.y_row(a.chunk_begin(own_item.chunk));
+    int own = 0;  // the tile
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -527,7 +563,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
           if (kDiagonal && is_far<kValues>(y)) apply_decay(OfPairFactors<PairFactors::kPairs>());
           else apply_decay(OfPairFactors<PairFactors::kRowsAndColumns>());
         } else {
-          if (a.y_mask.data == nullptr && is_whole<kValues>(x, y)) apply_decay(OfPairFactors<PairFactors::kOne>());
+          const bool has_no_row = kWindow && first_y_row + kTileRows * own < 0;  // some row of the tile is before the first one
+          if (a.y_mask.data == nullptr && !has_no_row && is_whole<kValues>(x, y)) apply_decay(OfPairFactors<PairFactors::kOne>());
           else apply_decay(OfPairFactors<PairFactors::kPairs>());
         }
       } else {
@@ -542,6 +579,56 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+    };
+    // An exact window: tiles from the diagonal less this many on have local keys.
+    [[maybe_unused]] const int window_tiles = state_lag(a.window) / kTileRows;
+    [[maybe_unused]] WindowRows window_rows[kRowTiles];
+    const auto begin_window = [&](int m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kHasDecay) {
+          window_rows[m].begin(r, !(fabsf(quad_sum(sums[m][r])) < PolynomialScore::kSmallestSum));  // NaN is one
+        } else {
+          const int before = attended_before(a, own_item.batch, first_y_row + kTileRows * own);
+          if (t == 0) sums[m][r] = fmaf(a.c0, static_cast<float>(before), sums[m][r]);
+          window_rows[m].begin(r, before > 0);
+        }
+      }
+    };
+    const auto make_window_weights = [&](int m) {
+      keep(s);
+      const int y_row = first_y_row + kTileRows * own, rows_between = kTileRows * (own_item.first_own + tile_of(m) - own);
+      WindowTile tile(rows_between, row, t);
+      if (a.y_mask.data != nullptr || y_row < 0) {
+        uint32_t attended[2];
+        attended_rows(a, own_item.batch, y_row, attended);
+        tile.hide_others(attended[0], attended[1], t);
+      }
+      if (kHasDecay && a.k_start.data != nullptr) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int x_row = own_item.row + tile_of(m) * kTileRows + row + 8 * r;
+          if (x_row < a.nx) tile.hide_before(r, first_seen(a, own_item, x_row) - y_row, t);
+        }
+      }
+      float shrink[2];
+      const auto weigh = [&](auto local, auto masked) {
+        // Without decays of tokens there are none between a row and what it sees.
+        std::conditional_t<kDecayKind == DecayKind::kDecays, WindowDecay, NoWindowDecay> decay(x_decay(buffer, m), y_decay(), row, t);
+        window_rows[m].template weigh<decltype(local)::value, decltype(masked)::value>(a, tile, decay, s, sums[m], shrink);
+      };
+      const auto weigh_masked = [&](auto masked) {
+        if (rows_between + kTileRows > a.window) weigh(OfLocalPairs<LocalPairs::kSome>(), masked);
+        else weigh(OfLocalPairs<LocalPairs::kAll>(), masked);
+      };
+      if (tile.is_whole()) weigh_masked(std::false_type());
+      else weigh_masked(std::true_type());
+#pragma unroll
+      for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+      if (__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] *= shrink[i / 2 % 2];
+      }
     };
     const auto add_values = [&](int m, const Operand<RowTile>& w) {
       keep(weights);
@@ -585,10 +672,32 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       ring.release(at, lane);
       at.template advance<kStages>();
     };
+    // A tile from the low tile's first with local keys on. One loop for all of them, as the code of a window is long.
+    const auto for_window = [&](int low, int high) {
+      ring.wait_until_full(at);
+      ring.release(before, lane, releases);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      if (own <= low) {
+        make_scores(0, y);
+        wgmma_wait<0>();
+        make_window_weights(0);
+        add_values(0, w);
+      }
+      make_scores(1, y);
+      wgmma_wait<0>();
+      if (own < high - window_tiles) {
+        make_weights(1, std::false_type{});
+      } else {
+        if (own == high - window_tiles) begin_window(1);
+        make_window_weights(1);
+      }
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
     // Waiting between the loops keeps registers of products in flight from crossing control flow.
     const int tiles = own_item.own_tiles * y_group;
     const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
-    int own = 0;
     // Tiles before all rows of x of tile m; fully decayed ones are skipped.
     const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
       [[maybe_unused]] WalkSum first_x;
@@ -614,16 +723,23 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       }
       wgmma_wait<0>();
     };
-    before_rows(0, low, for_both);
-    diagonal(low, for_both);
-    before_rows(1, high, for_high);
-    diagonal(high, for_high);
+    if constexpr (kWindow) {
+      before_rows(0, low - window_tiles, for_both);
+      begin_window(0);
+      for (; own <= high && own < tiles; ++own) for_window(low, high);
+      wgmma_wait<0>();
+    } else {
+      before_rows(0, low, for_both);
+      diagonal(low, for_both);
+      before_rows(1, high, for_high);
+      diagonal(high, for_high);
+    }
     for (; own < tiles; ++own) skip_tile();  // of the other warpgroup alone
     ring.release(before, lane, releases);
 
     const ItemsOfRows::Item here = item_again();
     [[maybe_unused]] float rows_before = 0.f;  // what a carried state has of them
-    if (!kHasDecay && a.has_state(here.chunk)) {
+    if (!kHasDecay && !kWindow && a.has_state(here.chunk)) {
       const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
       if constexpr (!kValues) rows_before = __ldg(a.sums + here.slot * Tile::kSums + Tile::kSumOne);
 #pragma unroll
@@ -660,10 +776,12 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         } else {
           const int x_row = first + row + 8 * r;
           float z = quad_sum(sums[m][r]);
-          if constexpr (!kHasDecay) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
-          else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
+          if constexpr (kWindow) z = window_rows[m].is_empty(r) || (kHasDecay && is_blind(a, here, x_row, state_lag(a.window))) ? 0.f : z;
+          else if constexpr (!kHasDecay) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
+          else if (is_blind(a, here, x_row, 0) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
-          if (a.local_lse.data != nullptr) join_local<kHasDecay>(a, here, x_row, z, factor[r], acc[m], r);
+          if constexpr (kWindow) z = ExactWindowScore::log_sum(z, window_rows[m].reference[r]);
+          else if (a.local_lse.data != nullptr) join_local<kHasDecay>(a, here, x_row, z, factor[r], acc[m], r);
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
       }
@@ -700,28 +818,29 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds>
+template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds, bool kWindow>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
   constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
   using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
-  const ItemsOfRows items(a, Tile::kRows);
+  const ItemsOfRead<kWindow> items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d);
   const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
   const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
   const CUtensorMap out_map = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.dv);
-  launch_kernel(kHasDecay ? "linear_read_decay_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kDecayKind, kAdds>,
-                std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
+  launch_kernel(kHasDecay ? "linear_read_decay_sm90" : "linear_read_sm90",
+                linear_read_sm90_kernel<kHeadDim, kValues, kDecayKind, kAdds, kWindow>, std::min(sm_count, items.count), Tile::kThreads,
+                Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
-template <int kHeadDim, bool kValues>
+template <int kHeadDim, bool kValues, bool kWindow>
 void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  if (a.decay && a.decay.bounds_alone) return launch_read<kHeadDim, kValues, DecayKind::kBounds, false>(a, sm_count, stream);
-  if (a.decay) return launch_read<kHeadDim, kValues, DecayKind::kDecays, false>(a, sm_count, stream);
-  if constexpr (reads_add_sm90(kHeadDim)) {
-    if (a.added != nullptr) return launch_read<kHeadDim, kValues, DecayKind::kNone, true>(a, sm_count, stream);
+  if (a.decay && a.decay.bounds_alone) return launch_read<kHeadDim, kValues, DecayKind::kBounds, false, kWindow>(a, sm_count, stream);
+  if (a.decay) return launch_read<kHeadDim, kValues, DecayKind::kDecays, false, kWindow>(a, sm_count, stream);
+  if constexpr (reads_add_sm90(kHeadDim) && !kWindow) {
+    if (a.added != nullptr) return launch_read<kHeadDim, kValues, DecayKind::kNone, true, false>(a, sm_count, stream);
   }
-  launch_read<kHeadDim, kValues, DecayKind::kNone, false>(a, sm_count, stream);
+  launch_read<kHeadDim, kValues, DecayKind::kNone, false, kWindow>(a, sm_count, stream);
 }
 
 }  // namespace
@@ -729,9 +848,10 @@ void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
   dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
     if constexpr (!grads_with_values_sm90(dim)) {
-      if (a.z == nullptr) return launch<dim, true>(a, sm_count, stream);
+      if (a.z == nullptr) return launch<dim, true, false>(a, sm_count, stream);
     }
-    launch<dim, false>(a, sm_count, stream);
+    if (a.window > 0) launch<dim, false, true>(a, sm_count, stream);
+    else launch<dim, false, false>(a, sm_count, stream);
   });
 }
 

@@ -1,0 +1,161 @@
+// An exact window in the output kernel: weights of the intra-chunk tiles that have local keys of some row (ReadArgs::window).
+//
+// Sums of a row, those of its denominator included, are relative to 2^reference. Keys before these tiles are global and have been summed
+// with a reference of 0. Local keys raise it where their scores are large: no weight overflows.
+#pragma once
+
+#include "core/score.h"
+#include "linear/order2/sm90/hopper_walk.h"
+
+namespace fastmax {
+
+// Whether local keys may be anywhere in a tile, or are everywhere.
+enum class LocalPairs { kSome, kAll };
+template <LocalPairs kPairs>
+using OfLocalPairs = std::integral_constant<LocalPairs, kPairs>;
+
+// The rows `row` and row + 8 of a tile of x, with 16 columns of a tile of y: 8 j + 2 t and the next, counted from 2 t.
+struct WindowTile {
+  int last[2];          // the last column that is not behind the row
+  uint32_t seen[2][2];  // bit 8 j + i of 64 for each row, in words of 32: of columns that the row sees
+
+  // rows_between: from the tile's first row to that of x.
+  __device__ __forceinline__ WindowTile(int rows_between, int row, int t)
+      : last{rows_between + row - 2 * t, rows_between + row + 8 - 2 * t} {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) seen[r][h] = lowest(last[r] + 1 - 32 * h);
+    }
+  }
+
+  // Hides columns of which a mask of 64 bits, the same in all lanes, has none.
+  __device__ __forceinline__ void hide_others(uint32_t low, uint32_t high, int t) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) seen[r][0] &= low >> 2 * t, seen[r][1] &= high >> 2 * t;
+  }
+  // Hides the columns before `first`, counted from the tile's first, from a row.
+  __device__ __forceinline__ void hide_before(int r, int first, int t) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) seen[r][h] &= ~lowest(first - 2 * t - 32 * h);
+  }
+
+  // i: as of accumulators (wgmma.h).
+  __device__ __forceinline__ bool is_seen(int j, int i) const { return (seen[i / 2][j / 4] >> (8 * (j % 4) + i % 2) & 1u) != 0; }
+  // Of columns that are not behind the row.
+  __device__ __forceinline__ bool is_local(int window, int j, int i) const { return 8 * j + i % 2 > last[i / 2] - window; }
+  // By a warp: whether its rows see all columns.
+  __device__ __forceinline__ bool is_whole() const {
+    constexpr uint32_t kColumns = 0x03030303u;
+    return __all_sync(0xffffffffu, (seen[0][0] & seen[0][1] & seen[1][0] & seen[1][1] & kColumns) == kColumns);
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t lowest(int bits) {
+    return bits >= 32 ? ~0u : (1u << max(bits, 0)) - 1u;
+  }
+};
+
+// log2 of the decays between a lane's rows of x and the columns of a tile of y, 8 j + 2 t and the next.
+struct WindowDecay {
+  SharedDecayTile y;
+  WalkSum x[2];
+  float4 sums = {};  // of the columns asked for last
+
+  __device__ __forceinline__ WindowDecay(const SharedDecayTile& x_tile, const SharedDecayTile& y_tile, int row, int t)
+      : y{y_tile.address + 16 * t}, x{x_tile.sum(row), x_tile.sum(row + 8)} {}
+  // i: from 0 to 3 for each j.
+  __device__ __forceinline__ float of(int j, int i) {
+    if (i == 0) sums = y.sums(8 * j);
+    return x[i / 2].since({i % 2 == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w)});
+  }
+};
+struct NoWindowDecay {
+  __device__ __forceinline__ NoWindowDecay(const SharedDecayTile&, const SharedDecayTile&, int, int) {}
+  __device__ __forceinline__ static float of(int, int) { return 0.f; }
+};
+
+// A row's weights are relative to 2^reference.
+struct WindowRows {
+  float reference[2];
+
+  // has_global: whether the row's weights so far, of global keys, count. Else it begins anew.
+  __device__ __forceinline__ void begin(int r, bool has_global) { reference[r] = has_global ? 0.f : ExactWindowScore::kNoReference; }
+  __device__ __forceinline__ bool is_empty(int r) const { return reference[r] < 0.5f * ExactWindowScore::kNoReference; }
+
+  // Converts scores to weights, which are added to this lane's part of the denominators. The row's earlier sums are to be multiplied by
+  // `shrink`, the denominators are here.
+  template <LocalPairs kPairs, bool kMasked, class Decay>
+  __device__ __forceinline__ void weigh(const ReadArgs& a, const WindowTile& tile, Decay& decay, float (&s)[32], float (&sums)[2],
+                                        float (&shrink)[2]) {
+    constexpr bool kHasDecay = std::is_same_v<Decay, WindowDecay>;
+    constexpr bool kAll = kPairs == LocalPairs::kAll;
+    const auto is_seen = [&](int j, int i) { return !kMasked || tile.is_seen(j, i); };
+    const auto is_local = [&](int j, int i) { return kAll || tile.is_local(a.window, j, i); };
+    // y of a pair: its weight is 2^y, of global keys f 2^y. With decays, where all keys are local, s becomes y.
+    float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s[4 * j + i];
+        float y;  // without decays, over local_scale, which is positive
+        if constexpr (kHasDecay) {
+          const float e = decay.of(j, i);
+          y = is_local(j, i) ? fmaf(a.local_scale, x, e) : e;
+        } else {
+          y = is_local(j, i) ? x : 0.f;
+        }
+        y = is_seen(j, i) ? y : -INFINITY;
+        if constexpr (kAll) x = y;
+        largest[i / 2] = fmaxf(largest[i / 2], y);
+      }
+    }
+    raise(kHasDecay ? 1.f : a.local_scale, largest, sums, shrink);
+    PolynomialScore::DecayedRow global[2];  // f, without decays relative to the reference
+    if constexpr (!kAll) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float scale = kHasDecay ? 1.f : ptx::exp2_approx(-reference[r]);
+        global[r] = {a.c0 * scale, a.c1 * scale, a.c2 * scale};
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s[4 * j + i];
+        const int r = i / 2;
+        if constexpr (kAll) {
+          x = ptx::exp2_approx(kHasDecay ? x - reference[r] : fmaf(a.local_scale, x, -reference[r]));
+        } else {
+          const bool local = is_local(j, i);
+          const float f = global[r].at(x, 1.f);
+          float weight;
+          if constexpr (kHasDecay) {
+            const float e = decay.of(j, i) - reference[r];
+            weight = (local ? 1.f : f) * ptx::exp2_approx(local ? fmaf(a.local_scale, x, e) : e);
+          } else {
+            weight = local ? ptx::exp2_approx(fmaf(a.local_scale, x, -reference[r])) : f;
+          }
+          x = is_seen(j, i) ? weight : 0.f;
+        }
+        sums[r] += x;
+      }
+    }
+  }
+
+ private:
+  // Raises references that y exceeds by more than a little, which is rare once a row has some weight.
+  __device__ __forceinline__ void raise(float scale, const float (&largest)[2], float (&sums)[2], float (&shrink)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float y = scale * quad_max(largest[r]), raised = y > reference[r] + SoftmaxScore::kSlack ? y : reference[r];
+      shrink[r] = ptx::exp2_approx(reference[r] - raised);
+      reference[r] = raised;
+      sums[r] *= shrink[r];
+    }
+  }
+};
+
+}  // namespace fastmax
