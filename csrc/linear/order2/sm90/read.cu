@@ -626,6 +626,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
 #pragma unroll
       for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
       if (__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
+        keep(acc[m]);
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] *= shrink[i / 2 % 2];
       }
