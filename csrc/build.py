@@ -60,12 +60,10 @@ SPILL_EXCEPTIONS = {
     "registers; bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
     r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
     "to five words beside what fills the registers, read once per block",
-    r"linear_state_sm90_kernel<128, .*Rows\)[23]": "192 sums, and what makes the next operands, with factors: a few words "
-    "once per chunk",
     r"linear_read_sm90_kernel<128, false, .*DecayKind\)2, false, false>": "a word once per 256 rows",
     r"linear_read_sm90_kernel<128, false, .*, false, true>": "of an exact window up to four dozen words, most of them once per "
     "256 rows; with decays some hundred, in tiles with local keys, beside sums and scores",
-    r"linear_grad_sm90_kernel<64, .*DecayKind\)[12]>": "up to eight words of decays beside what fills the registers; most "
+    r"linear_grad_sm90_kernel<64, .*DecayKind\)[123]>": "up to eight words of decays beside what fills the registers; most "
     "once per work tile, one or two once per two stars",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: the factor of the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
@@ -98,6 +96,7 @@ SPILL_EXCEPTIONS = {
     r"sm_8\d .*linear_decay_tiles_kernel\(": "a word once per row",
     r"sm_1\d\d .*split_heads_backward_kernel<__\w+, 4, false, 4,": "a word or two, at most twice per "
     "four tokens; none on sm_80 and sm_90",
+    r"sm_120 .*split_heads_kernel<__\w+, 4, false>": "a word, beside tokens and weights in registers; none on sm_80 and sm_90",
 }
 
 

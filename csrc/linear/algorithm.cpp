@@ -52,6 +52,7 @@ constexpr Kernels kFromState[] = {
 };
 
 #ifdef FASTMAX_HAS_SM90
+constexpr Kernels kOfShortened[] = {kLinear[1]};
 constexpr Kernels kExactWindow[] = {
     {"linear2_window_sm90", linear2_window_sm90_covers, sm90_rates,
      [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); }, /*bwd_workspace_bytes=*/nullptr,
@@ -68,8 +69,10 @@ void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_
 constexpr Algorithm kLinearAlgorithm("linear", kLinear);
 constexpr Algorithm kLinearFromState("linear from a state", kFromState);
 #ifdef FASTMAX_HAS_SM90
+constexpr Algorithm kLinearOfShortened("linear of shortened rows", kOfShortened);
 constexpr Algorithm kLinearExactWindow("linear exact window", kExactWindow);
 #else
+constexpr Algorithm kLinearOfShortened("linear of shortened rows");
 constexpr Algorithm kLinearExactWindow("linear exact window");
 #endif
 

@@ -10,6 +10,8 @@ namespace fastmax {
 extern const Algorithm kLinearAlgorithm;
 // Causal calls that continue from a state and end in one (FwdParams::state, BwdParams::state), n = m.
 extern const Algorithm kLinearFromState;
+// Causal calls of order 1 whose rows of q and k are shortened (AttentionParams::lim). No portable kernels.
+extern const Algorithm kLinearOfShortened;
 // Causal calls with an exact window, local and global keys in one pass. z is the logarithm of the sums. The table has forwards of newer
 // architectures only.
 extern const Algorithm kLinearExactWindow;

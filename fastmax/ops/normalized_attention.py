@@ -105,7 +105,7 @@ class NormalizedAttention(NamedTuple):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
 
-    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
         if grad_o is None and grad_z is None:
             return None, None, None
         grad_o = saved[3].new_zeros(saved[3].shape) if grad_o is None else grad_o

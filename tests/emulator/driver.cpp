@@ -127,7 +127,7 @@ void fill_more(Params& p) {
 
 const Algorithm& algorithm_of(const std::string& name) {
   for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kExactWindowAlgorithm, &kLinearAlgorithm, &kLinearFromState,
-                                     &kLinearExactWindow}) {
+                                     &kLinearOfShortened, &kLinearExactWindow}) {
     if (name == algorithm->name) return *algorithm;
   }
   throw std::runtime_error("emulator: no algorithm " + name);
