@@ -128,10 +128,10 @@ def fastmax_attention(
     if isinstance(rpe_matrix, str):
         (n, m), rpe_matrix = (q.shape[-2], k.shape[-2]), None
         positions = Positions(token_positions(m - n, n, q.device), token_positions(0, m, q.device))
+    call = Call(score, causal, dropout, algorithm, attention_mask=attention_mask, rpe_matrix=rpe_matrix)
     if kind == "token" and use_custom_gradient and positions is None and cu_seqlens is None:
-        call = Call(score, causal, dropout, algorithm, exact_window=exact_window)
-        call = call._replace(attention_mask=attention_mask, rpe_matrix=rpe_matrix, log_decay=log_decay)
-        if ops.normalizes_during_attention(q, k, v, call, lim):
+        asked = call._replace(log_decay=log_decay, exact_window=exact_window)
+        if ops.normalizes_during_attention(q, k, v, asked, lim):
             o, z = ops.normalized_attention(q, k, v, call, lim)
             return (o, log_of_sums(z)) if return_lse else o
     q, k = prepare_queries_and_keys(q, k, kind, lim, positions, use_custom_gradient, attention_mask, cu_seqlens)
@@ -141,8 +141,7 @@ def fastmax_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, attention_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-    call = Call(score, causal, dropout, algorithm, attention_mask=attention_mask, drop_noise=noise, rpe_matrix=rpe_matrix)
-    call = with_bounds(call, q, k, log_decay, cu_seqlens)
+    call = with_bounds(call._replace(drop_noise=noise), q, k, log_decay, cu_seqlens)
     if exact_window == 0:
         o, z = _attend(q, k, v, call, use_custom_gradient)
         lse = log_of_sums(z) if return_lse else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ def refuse_second_derivative_of_normalization(ctx, *grads):
         'fastmax: the gradient of normalize="token" has no second derivative; use_custom_gradient=False, where it is '
         "taken, differentiates PyTorch operations and gives the same numbers"
     )
+
+
+class WithGradient(Protocol):
+    """An operator, its backward, and what autograd asks of both."""
+
+    forward: Operator
+    backward: Operator
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        """Saves what the backward reads, and the options that follow the tensors."""
+
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the tensors. needed: whether that of each tensor is."""
 
 
 class Differentiable(NamedTuple):
@@ -159,7 +172,7 @@ class Recomputed(NamedTuple):
         return *(None if x is None else grad for x, grad in given), *(None,) * (self.tensors - self.differentiable)
 
 
-def register_gradient(operator: Differentiable | Prefill | Normalization | Recomputed, refuse_second: Callable) -> None:
+def register_gradient(operator: WithGradient, refuse_second: Callable) -> None:
     """Registers the gradient of an operator, and `refuse_second` as the backward of the gradient."""
 
     def differentiate(ctx, *grads):
@@ -167,12 +180,15 @@ def register_gradient(operator: Differentiable | Prefill | Normalization | Recom
         return *gradients, *(None,) * len(ctx.options)
 
     torch.library.register_autograd(operator.forward.overload, differentiate, setup_context=operator.save, lib=LIBRARY)
-    backwards = (operator.backward, getattr(operator, "backward_qkv", None))
-    for backward in (x for x in backwards if x is not None):
-        torch.library.register_autograd(backward.overload, refuse_second, lib=LIBRARY)
+    refuse_derivatives(operator.backward, refuse_second)
 
 
-def compute(operator: Differentiable | Prefill | Normalization | Recomputed, tensors: tuple, options: tuple) -> Any:
+def refuse_derivatives(operator: Operator, refuse: Callable) -> None:
+    """Registers `refuse`, which raises an error, as the gradient of an operator."""
+    torch.library.register_autograd(operator.overload, refuse, lib=LIBRARY)
+
+
+def compute(operator: WithGradient, tensors: tuple, options: tuple) -> Any:
     """Calls an operator and records its gradient. Raises an error for derivatives that it does not have."""
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)

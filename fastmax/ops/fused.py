@@ -14,7 +14,7 @@ from fastmax.core.score import Softmax
 from fastmax.ops import checks as operator_checks
 from fastmax.ops import exact_window
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.autograd import Differentiable, compute, refuse_second_derivative, register_gradient
+from fastmax.ops.autograd import Differentiable, compute, refuse_derivatives, refuse_second_derivative, register_gradient
 from fastmax.ops.flops import count_attention
 from fastmax.ops.merge import merge_
 from fastmax.ops.precision import allow_tf32_of
@@ -146,6 +146,8 @@ def _register(
         else None,
     )
     register_gradient(operator, refuse_second_derivative)
+    if operator.backward_qkv is not None:
+        refuse_derivatives(operator.backward_qkv, refuse_second_derivative)
     return operator
 
 

@@ -20,12 +20,13 @@ from fastmax.ops.autograd import (
     Prefill,
     compute,
     refuse_derivative_of_state,
+    refuse_derivatives,
     refuse_second_derivative_of_prefill,
     register_gradient,
 )
 from fastmax.ops.flops import count_states, pairs_within_chunks
 from fastmax.ops.precision import allow_tf32_of
-from fastmax.ops.registration import LIBRARY, register
+from fastmax.ops.registration import register
 
 # Queries are not masked.
 _UNMASKED = Signature(Score, (), tuple(name for name in CONTINUED.tensor_names if name in PER_HEAD))
@@ -462,4 +463,4 @@ _PREFILL_BACKWARD_OF_KEYS_ = register(
 )
 
 for _state_operator in (_STATE_OF_KEYS, _STATE_OF_QUERIES):
-    torch.library.register_autograd(_state_operator.overload, refuse_derivative_of_state, lib=LIBRARY)
+    refuse_derivatives(_state_operator, refuse_derivative_of_state)
