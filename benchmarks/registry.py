@@ -249,6 +249,24 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
     )
 
 
+def _layer_case(
+    title: str,
+    heads: int,
+    tokens: int,
+    providers: tuple[str, ...] = ("softmax_sdpa", "p2_all"),
+    budget: int = 32768,
+    dtype: str = "bf16",
+) -> Case:
+    """Returns a case of a training step on `budget` tokens, or on one longer sequence."""
+    return Case(
+        *(max(1, budget // tokens), heads, tokens, 64, None, None, dtype),
+        modes=(SUSTAINED + "train",),
+        title=title,
+        providers=providers,
+        peer="softmax_sdpa",
+    )
+
+
 # (rows, width), of 2^24 to 2^26 elements -> whether the case has a target
 _SOFTMAX_SHAPES = {(4096, 4096): True, (1024, 65536): True} | {(2 ** (26 - e), 2**e): False for e in (7, 9, 10, 11, 14, 17, 20)}
 
@@ -514,43 +532,12 @@ SUITES = {
         "one training step of GPTs with 25M and 124M parameters, by attention layer, over the context",
         {
             "cuda": (
-                *(
-                    Case(
-                        *(max(1, 32768 // n), 8, n, 64, None, None, "bf16"),
-                        modes=(SUSTAINED + "train",),
-                        title="GPT 25M",
-                        providers=LAYERS if n == 1024 else ("softmax_sdpa", "p2_all", "p2"),
-                        peer="softmax_sdpa",
-                    )
-                    for n in (1024, 4096, 16384, 65536)
-                ),
-                *(
-                    Case(
-                        *(max(1, 32768 // n), 12, n, 64, None, None, "bf16"),
-                        modes=(SUSTAINED + "train",),
-                        title="GPT 124M",
-                        providers=("softmax_sdpa", "p2_all"),
-                        peer="softmax_sdpa",
-                    )
-                    for n in (1024, 4096, 16384, 65536)
-                ),
-                Case(
-                    *(32, 8, 1024, 64, None, None, "bf16"),
-                    modes=(SUSTAINED + "train",),
-                    title="GPT 25M eager",
-                    providers=("softmax_sdpa", "p2_all"),
-                    peer="softmax_sdpa",
-                ),
+                _layer_case("GPT 25M", 8, 1024, LAYERS),
+                *(_layer_case("GPT 25M", 8, n, ("softmax_sdpa", "p2_all", "p2")) for n in (4096, 16384, 65536)),
+                *(_layer_case("GPT 124M", 12, n) for n in (1024, 4096, 16384, 65536)),
+                _layer_case("GPT 25M eager", 8, 1024),
             ),
-            "cpu": (
-                Case(
-                    *(1, 8, 256, 64, None, None, "fp32"),
-                    modes=(SUSTAINED + "train",),
-                    title="GPT 25M",
-                    providers=("softmax_sdpa", "p2_all"),
-                    peer="softmax_sdpa",
-                ),
-            ),
+            "cpu": (_layer_case("GPT 25M", 8, 256, budget=256, dtype="fp32"),),
         },
         workload="train",
     ),

@@ -52,6 +52,9 @@ class Spread(NamedTuple):
     p80: float
     samples: int
 
+    def times(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.p20 * factor, self.p80 * factor, self.samples)
+
 
 def spread(samples: list[float]) -> Spread:
     low, middle, high = (torch.tensor(samples, dtype=torch.float64).quantile(x).item() for x in (0.2, 0.5, 0.8))

@@ -87,8 +87,7 @@ def _step_us(passes: Mapping[str, Pass], notes: dict[str, str], device: torch.de
             notes[name] = failure(error)
     results = {}
     for name, x in zip(calls, timing.device_ms(list(calls.values()), device, protocol), strict=True):
-        each = 1e3 / passes[name].steps
-        results[name] = Spread(x.median * each, x.p20 * each, x.p80 * each, x.samples)
+        results[name] = x.times(1e3 / passes[name].steps)
     return results
 
 

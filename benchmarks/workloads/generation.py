@@ -23,6 +23,7 @@ from benchmarks.registry import DTYPES, Case
 from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol, Spread
 from benchmarks.workloads.common import WrongResult, make_row, prepare
+from benchmarks.workloads.train import sizes_of
 
 TOKENS = 32  # tokens of a timed call: a buffered state is updated once in as many
 LONGEST_READ = 4096  # tokens that a state of fixed size reads before it is timed: more change neither its size nor its work
@@ -40,25 +41,20 @@ MODELS: dict[str, tuple[str, SDPBackend | None]] = {
 @torch.no_grad()
 def measure_generation(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
     """Measures tokens after a context of `case.tokens` random ones."""
-    measured: dict[str, Spread] = {}
 
-    def measure(name: str) -> float:
-        """Returns the MiB of the states. They are freed before the next model's are made."""
+    def measure(name: str) -> tuple[Spread, float]:
+        """Returns the time of a token, and the MiB of the states. They are freed before the next model's are made."""
         check(name, case, device)
-        model, states = made(name, case, device)
+        model, states = generating(*after_context(name, case, device), TOKENS)
         with backend_of(name):
             step = generate.make_step(model, states, graph=device.type == "cuda")
             (spread,) = timing.sustained_ms([Call(partial(_generate, step, states, case.tokens))], device, protocol)
-        each = 1e3 / TOKENS
-        measured[name] = Spread(spread.median * each, spread.p20 * each, spread.p80 * each, spread.samples)
-        return generate.mib(states)
+        return spread.times(1e3 / TOKENS), generate.mib(states)
 
-    mib, notes = prepare(case, skip, measure)
-    rows = []
-    for name in case.providers:
-        row = make_row(case, case.modes[0], name, measured, notes[name], device)
-        rows.append(row | ({"note": f"state or cache: {mib[name]:.0f} MiB"} if name in mib else {}))
-    return rows
+    measured, notes = prepare(case, skip, measure)
+    notes |= {name: f"state or cache: {mib:.0f} MiB" for name, (_, mib) in measured.items()}
+    results = {name: spread for name, (spread, _) in measured.items()}
+    return [make_row(case, case.modes[0], name, results, notes[name], device) for name in case.providers]
 
 
 def _generate(step: Callable[[Tensor], Tensor], states: list, context: int) -> None:
@@ -75,28 +71,23 @@ def backend_of(name: str) -> AbstractContextManager:
     return nullcontext() if backend is None else sdpa_kernel(backend)
 
 
-def untrained(name: str, case: Case, device: torch.device) -> nn.Module:
-    setting = SETTINGS["25M"]
-    sizes = {"n_layer": setting.n_layer, "n_head": case.heads, "n_embd": case.heads * case.head_dim, "block_size": case.tokens}
+def after_context(name: str, case: Case, device: torch.device) -> tuple[nn.Module, list]:
+    """Returns an untrained model and its states after the context. A cache holds random keys and values."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        gpt = make_gpt(VARIANTS[MODELS[name][0]], setting.window, **sizes)
-    return generate.prepared(gpt, device, DTYPES[case.dtype])
+        gpt = make_gpt(VARIANTS[MODELS[name][0]], SETTINGS["25M"].window, **sizes_of(case))
+    gpt = generate.prepared(gpt, device, DTYPES[case.dtype])
+    if gpt.config.attention == "softmax":
+        return gpt, [generate.cache_of_noise(state, case.tokens) for state in gpt.init_states(case.batch)]
+    prompt = torch.randint(gpt.config.vocab_size, (case.batch, min(case.tokens, LONGEST_READ)), device=device)
+    return gpt, generate.read(gpt, prompt, generate.init_states(gpt, case.batch))[1]
 
 
-def made(name: str, case: Case, device: torch.device) -> tuple[nn.Module, list]:
-    """Returns the model and its states after the context. A cache holds random keys and values."""
-    gpt = untrained(name, case, device)
-    if MODELS[name][1] is None:
-        return gpt, _after_reading(gpt, case.batch, min(case.tokens, LONGEST_READ))
-    caches = [generate.cache_of_noise(state, case.tokens) for state in gpt.init_states(case.batch)]
-    return generate.with_softmax(gpt), generate.in_place(caches, TOKENS)
-
-
-def _after_reading(gpt: nn.Module, batch: int, tokens: int) -> list:
-    states = generate.init_states(gpt, batch)
-    prompt = torch.randint(gpt.config.vocab_size, (batch, tokens), device=states[0].device)
-    return generate.read(gpt, prompt, states)[1]
+def generating(gpt: nn.Module, states: list, tokens: int) -> tuple[nn.Module, list]:
+    """Returns the model that generates, and copies of the states, with room for more tokens, that it updates in place."""
+    if gpt.config.attention == "softmax":
+        return generate.with_softmax(gpt), generate.in_place(states, tokens)
+    return gpt, [state.clone() for state in states]
 
 
 def check(name: str, case: Case, device: torch.device) -> float:
@@ -106,14 +97,9 @@ def check(name: str, case: Case, device: torch.device) -> float:
         WrongResult: the error is above the limit.
     """
     case = replace(case, batch=1, tokens=min(case.tokens, 1024))
-    gpt = untrained(name, case, device)
     token = torch.ones(1, 1, dtype=torch.int64, device=device)
-    if MODELS[name][1] is None:
-        before = _after_reading(gpt, 1, case.tokens)
-        model, states = gpt, [state.clone() for state in before]
-    else:
-        before = [generate.cache_of_noise(state, case.tokens) for state in gpt.init_states(1)]
-        model, states = generate.with_softmax(gpt), generate.in_place(before, 2)
+    gpt, before = after_context(name, case, device)
+    model, states = generating(gpt, before, 1)
     with backend_of(name):
         got = generate.make_step(model, states, graph=device.type == "cuda")(token)
     expected = gpt.prefill(token, before)[0][:, -1]
