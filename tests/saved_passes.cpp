@@ -1,6 +1,6 @@
 // csrc/linear/order2/launch.cpp with kernels of its own, on the host: a state is one number, the sum of y[0] w[0], of which snapshots have
-// f's coefficient of the first order times as much, and what is read of it that product. So everything between a call and its kernels is
-// here: phases, snapshots with their weights, what is saved and what is added to it.
+// f's coefficient of the first order times as much, and what is read of it that product; a gradient also has x2[0] of its row. So everything
+// between a call and its kernels is here: phases, snapshots with their weights, what is saved and what is added to it, and where g is.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -47,7 +47,11 @@ void fill_decay_gradient(const BwdParams&, const PairSums&, void*, cudaStream_t)
 template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t) {
   const float* grad_o = static_cast<const float*>(a.grad_o.data);
-  std::copy(grad_o, grad_o + int64_t{a.batch} * a.heads * a.n * a.dv, static_cast<float*>(a.g));
+  float* g = static_cast<float*>(const_cast<void*>(a.g.data));
+  for (int row = 0; row < a.batch * a.heads * a.n; ++row, grad_o += a.dv) {
+    const int head = row / a.n;
+    std::copy(grad_o, grad_o + a.dv, g + head / a.heads * a.g.batch + head % a.heads * a.g.head + row % a.n * a.g.token);
+  }
 }
 
 namespace {
@@ -88,9 +92,9 @@ void sum(const Problem&, const StateArgs& a, cudaStream_t) {
   }
 }
 
-// Both numbers of a state, and its own chunk's rows, for each row of x. c1: f's coefficient of the first order.
+// Both numbers of a state, and its own chunk's rows, for each row of x, and what x2 has there. c1: f's coefficient of the first order.
 template <class Args>
-void read(const Args& a, const View& w, float c1) {
+void read(const Args& a, const View& x2, const View& w, float c1) {
   for (int state = 0; state < a.states(); ++state) {
     for (int i = 0; i < a.x_group; ++i) {
       for (int row = 0; row < a.nx; ++row) {
@@ -99,6 +103,7 @@ void read(const Args& a, const View& w, float c1) {
         float total = number(const_cast<void*>(a.snapshots), slot) + c1 * 1000.f * a.sums[slot * kSumFloats];
         if (a.added != nullptr) total += number(const_cast<void*>(a.added), state);
         for (int y = a.chunk_begin(chunk); y <= a.seen_end(row); ++y) total += c1 * 1001.f * of_row(a, a.y, w, state, y);
+        if (x2.data != nullptr) total += at(x2, a, a.nx, state / a.state_heads, head, row);
         const int token = a.time == Time::kForward ? row : a.nx - 1 - row;
         float* out = static_cast<float*>(const_cast<void*>(a.out.data));
         out[state / a.state_heads * a.out.batch + head * a.out.head + token * a.out.token] = total;
@@ -127,11 +132,11 @@ void store(const Problem&, const CarriedArgs& a, cudaStream_t) {
   for (int i = 0; i < a.states; ++i) a.state.new_kv_state[place(a.state, i)] = a.accumulators[i * kAccumulators] * a.factors.first;
 }
 
-const StatePasses kPasses = [] {
+StatePasses kernels = [] {
   StatePasses passes{};
   passes.sizes = sizes, passes.sum = sum, passes.load = load, passes.store = store, passes.add = add;
-  passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, a.w, a.c1); };
-  passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.y2, a.g0); };
+  passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, {}, a.w, a.c1); };
+  passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.x2, a.y2, a.g0); };
   passes.adds_while_reading = [](const Problem&, Time) { return adds_while_reading; };
   return passes;
 }();
@@ -154,15 +159,22 @@ void fill(Params& p, int b, int h, int hk, int n, const Numbers& q, const Number
   p.q = q.data(), p.q_stride = of_queries, p.k = k.data(), p.k_stride = of_keys, p.v = v.data(), p.v_stride = of_keys;
 }
 
+// How much smaller the workspace is where g is in the memory of grad_q.
+int64_t workspace_saved_by_writing_over_x2(const BwdParams& p) {
+  StatePasses with = kernels, without = kernels;
+  with.writes_over_x2 = true, without.writes_over_x2 = false;
+  return static_cast<int64_t>(linear2_bwd_workspace_bytes(p, without) - linear2_bwd_workspace_bytes(p, with));
+}
+
 void run(FwdParams p) {
-  const std::unique_ptr<char[]> workspace(new char[linear2_fwd_workspace_bytes(p, kPasses)]);  // hundreds of MB, hardly touched
+  const std::unique_ptr<char[]> workspace(new char[linear2_fwd_workspace_bytes(p, kernels)]);  // hundreds of MB, hardly touched
   p.workspace = workspace.get();
-  launch_linear2_fwd(p, kPasses, nullptr);
+  launch_linear2_fwd(p, kernels, nullptr);
 }
 void run(BwdParams p) {
-  const std::unique_ptr<char[]> workspace(new char[linear2_bwd_workspace_bytes(p, kPasses)]);
+  const std::unique_ptr<char[]> workspace(new char[linear2_bwd_workspace_bytes(p, kernels)]);
   p.workspace = workspace.get();
-  launch_linear2_bwd(p, kPasses, nullptr);
+  launch_linear2_bwd(p, kernels, nullptr);
 }
 
 // Of a call in one go and of one that continues from saved states: the number of differences.
@@ -190,12 +202,12 @@ int differences(int b, int h, int hk, int n) {
   fill(alone, b, hk, hk, n, k, k, v);  // as state_of_keys has no queries
   alone.mode = FwdMode::kStateAndSaved;
   alone.state = {none.data(), weights.data(), total.data(), new_weights.data(), 4, 4};
-  std::vector<char> saved(linear2_fwd_saved_bytes(alone, kPasses));
+  std::vector<char> saved(linear2_fwd_saved_bytes(alone, kernels));
   alone.saved = saved.data();
   run(alone);
   p.mode = FwdMode::kOutputsFromSaved;
   p.o = from_saved.data(), p.saved = saved.data(), p.state.new_kv_state = p.state.new_k_sum = nullptr;
-  if (saved.size() != linear2_fwd_saved_bytes(p, kPasses) || saved.empty()) return std::printf("saved: %zu bytes\n", saved.size());
+  if (saved.size() != linear2_fwd_saved_bytes(p, kernels) || saved.empty()) return std::printf("saved: %zu bytes\n", saved.size());
   const std::vector<char> saved_first = saved;
   run(p);
   compare("o", from_saved, o);
@@ -214,21 +226,24 @@ int differences(int b, int h, int hk, int n) {
   for (int i = 0; i < b * hk; ++i) total[place(p.state, i)] += state[place(p.state, i)];
   compare("the state", total, new_state);
 
-  Numbers grad_q(queries), grad_k(keys), grad_v(keys), piece_q(queries), piece_k(keys), piece_v(keys), of_state(rows * 4), unused(rows * 4);
+  Numbers grad_q(queries, NAN), grad_k(keys), grad_v(keys), piece_q(queries), piece_k(keys), piece_v(keys), of_state(rows * 4), unused(rows * 4);
   BwdParams g{};
   fill(g, b, h, hk, n, q, k, v);
   g.o = o.data(), g.grad_o = grad_o.data(), g.o_stride = g.grad_o_stride = g.q_stride, g.z = z.data();
   BwdParams queries_alone = g;
   g.mode = BwdMode::kInputsAndState, queries_alone.mode = BwdMode::kStateAndSaved;
-  g.grad_q_stride = g.q_stride, g.grad_k_stride = g.grad_v_stride = g.k_stride;
+  g.grad_q_stride = {int64_t{n} * h * 4, 4, int64_t{h} * 4};  // in the order of tokens
+  g.grad_k_stride = g.grad_v_stride = g.k_stride;
   g.grad_q = grad_q.data(), g.grad_k = grad_k.data(), g.grad_v = grad_v.data();
   g.state = {state.data(),      weights.data(), state.data(),    weights.data(),     grad_state.data(),
              weights.data(), of_state.data(), new_weights.data(), 4, 4};
   run(g);
+  // g is a float for each column of a query, in pieces of 256 bytes.
+  if (workspace_saved_by_writing_over_x2(g) != (queries * 4 + 255) / 256 * 256) found += std::printf("g is not in grad_q\n");
 
   queries_alone.state = {none.data(), weights.data(), none.data(),   weights.data(),     none.data(),
                          weights.data(), unused.data(), new_weights.data(), 4, 4};
-  std::vector<char> saved_by_queries(linear2_bwd_saved_bytes(queries_alone, kPasses));
+  std::vector<char> saved_by_queries(linear2_bwd_saved_bytes(queries_alone, kernels));
   queries_alone.saved = saved_by_queries.data();
   run(queries_alone);
   const std::vector<char> saved_before = saved_by_queries;
@@ -247,6 +262,11 @@ int differences(int b, int h, int hk, int n) {
   piece.state.kv_state = state.data(), piece.state.k_sum = weights.data();
   run(piece);
   compare("grad_q", piece_q, grad_q);
+  BwdParams adding = g, wider = g;
+  adding.adds = true, wider.dv = 8;
+  for (const BwdParams& other : {piece, adding, wider}) {
+    if (workspace_saved_by_writing_over_x2(other) != 0) found += std::printf("grad_q has no place for g\n");
+  }
 
   of_keys.grad_q = nullptr, of_keys.grad_k = piece_k.data(), of_keys.grad_v = piece_v.data();
   of_keys.state.kv_state = of_keys.state.grad_new_kv_state = grad_state.data();
@@ -274,7 +294,7 @@ int differences(int b, int h, int hk, int n) {
 int main() {
   int found = 0;
   for (const bool adds : {false, true}) {
-    fastmax::adds_while_reading = adds, fastmax::saved_chunk = adds ? 0 : 512;
+    fastmax::adds_while_reading = fastmax::kernels.writes_over_x2 = adds, fastmax::saved_chunk = adds ? 0 : 512;
     for (const int n : {1, 256, 257, 700}) {
       found += fastmax::differences(1, 4, 2, n) + fastmax::differences(2, 7, 7, n);
     }

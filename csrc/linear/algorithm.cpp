@@ -63,7 +63,7 @@ constexpr Kernels kExactWindow[] = {
 }  // namespace
 
 void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_t stream) {
-  PreparedInputs::prepare(p, g, e, p.n, stream);
+  PreparedInputs::prepare(p, contiguous(g, p.h, p.n, p.dv), e, p.n, stream);
 }
 
 constexpr Algorithm kLinearAlgorithm("linear", kLinear);

@@ -180,15 +180,17 @@ struct BwdInputs : Inputs {
 // Inputs of a backward. g and e are computed into the workspace; where the call brings both, e is copied there.
 struct PreparedInputs {
   WidenedInputs widened;
-  char* g = nullptr;
+  View g;
   float* e;
   int64_t e_head, e_pad;
 
   // The e of a head end at a multiple of kBoundary, with zeros before them: tiles of reversed rows, counted from the last row, then begin
-  // at multiples of their size. e_rows: the least number of e per head.
-  PreparedInputs(const BwdParams& p, Workspace& w, int e_rows = 0)
+  // at multiples of their size. e_rows: the least number of e per head. g_in_grad_q: g is in the memory of grad_q.
+  PreparedInputs(const BwdParams& p, Workspace& w, int e_rows = 0, bool g_in_grad_q = false)
       : widened(p, w), e_head(round_up(std::max(p.n, e_rows), kBoundary)), e_pad(e_head - p.n) {
-    if (!p.has_gradients_of_sums()) g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
+    if (p.has_gradients_of_sums()) g = view(p.g, p.g_stride);
+    else if (g_in_grad_q) g = view(p.grad_q, p.grad_q_stride);
+    else g = contiguous(w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p)), p.h, p.n, p.dv);
     e = w.take<float>(int64_t{p.b} * p.h * e_head);
   }
 
@@ -205,11 +207,11 @@ struct PreparedInputs {
                                    cudaMemcpyDeviceToDevice, stream),
                  "linear_prepare");
     }
-    return {in, p.has_gradients_of_sums() ? view(p.g, p.g_stride) : contiguous(g, p.h, p.n, p.dv), {e + e_pad, e_head, 1}};
+    return {in, g, {e + e_pad, e_head, 1}};
   }
 
   // e: heads e_head apart.
-  static void prepare(const BwdParams& p, void* g, float* e, int64_t e_head, cudaStream_t stream) {
+  static void prepare(const BwdParams& p, const View& g, float* e, int64_t e_head, cudaStream_t stream) {
     PrepareArgs a{};
     a.batch = p.b, a.heads = p.h, a.n = p.n, a.dv = p.dv;
     a.grad_o = view(p.grad_o, p.grad_o_stride), a.o = view(p.o, p.o_stride);

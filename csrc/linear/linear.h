@@ -238,7 +238,7 @@ struct PrepareArgs {
   float dropout;
   const float* z;
   const float* grad_z;  // [batch][head][n], or null
-  void* g;              // [batch][head][n][dv]
+  View g;               // written
   float* e;             // [batch][head], heads e_head apart
   int64_t e_head;
 };

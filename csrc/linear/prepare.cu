@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
   if (i < a.n) {
     const int batch = head_index / a.heads, head = head_index % a.heads;
     const float z = a.z[row], inverse = z == 0.f ? 0.f : 1.f / z;
+    G* g_row = const_cast<G*>(head_pointer<G>(a.g, batch, head)) + i * a.g.token;
     const auto load = [&](In(&dst)[kVector], const View& v, int c) {
       *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(head_pointer<In>(v, batch, head) + i * v.token + c);
     };
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
       }
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof(g)) / 16; ++j) {
-        reinterpret_cast<uint4*>(static_cast<G*>(a.g) + row * a.dv + c)[j] = reinterpret_cast<const uint4*>(g)[j];
+        reinterpret_cast<uint4*>(g_row + c)[j] = reinterpret_cast<const uint4*>(g)[j];
       }
     }
   }

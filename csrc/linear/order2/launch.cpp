@@ -467,6 +467,11 @@ struct FwdPlan {
   }
 };
 
+// Whether g fits into the memory of grad_q, which is written last (launch_linear2_bwd).
+bool grad_q_holds_g(const BwdParams& p) {
+  return p.wants_all_inputs() && !p.has_gradients_of_sums() && !p.adds && p.dv <= p.d && output_bytes(p) == element_bytes(p);
+}
+
 struct BwdPlan {
   StatePlan prefixes;  // grad_q: queries that see keys
   StatePlan suffixes;  // grad_k, grad_v: keys that see queries, over reversed rows
@@ -478,15 +483,16 @@ struct BwdPlan {
   StateBuffers buffers;
   size_t bytes;
 
-  BwdPlan(const BwdParams& p, const StatePasses& kernels, Workspace w) : BwdPlan(p, kernels.sizes(p), kernels.takes_zeros, w) {}
+  BwdPlan(const BwdParams& p, const StatePasses& kernels, Workspace w)
+      : BwdPlan(p, kernels.sizes(p), kernels.takes_zeros, kernels.writes_over_x2, w) {}
 
  private:
-  BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
-      : prefixes(query_problem(p, sizes), sizes, p.sm_count, p.has_state()),
+  BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, bool writes_over_x2, Workspace w)
+      : prefixes(query_problem(p, sizes), sizes, p.sm_count, p.has_state(), /*saves_states=*/false, /*low_memory=*/false, bwd_phase_bytes(p)),
         // A caller that asks for grad_k and grad_v alone already holds the other gradients: the workspace is on top of them.
         suffixes(key_problem(p, sizes, p.uses_saved()), sizes, p.sm_count, p.has_state(), p.uses_saved(),
-                 /*low_memory=*/p.wants_grad_kv() && !p.wants_grad_q()),
-        inputs(p, w, p.has_state() ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
+                 /*low_memory=*/p.wants_grad_kv() && !p.wants_grad_q(), bwd_phase_bytes(p)),
+        inputs(p, w, p.has_state() ? suffixes.whole.y_row(suffixes.whole.end()) : p.n, writes_over_x2 && grad_q_holds_g(p)),
         zeroed(p, takes_zeros, w),
         decayed(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
@@ -579,7 +585,6 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Decay prefix_decay = p.wants_grad_q() ? plan.decayed.fill(p, plan.prefixes, true, prefix, stream) : Decay{};
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -593,10 +598,13 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_q.pair_sums = {pairs.by_query, p.n, 1};
 
   const CarriedGradients& c = p.state;
-  Passes prefix_passes{p, kernels, plan.prefixes, plan.buffers, prefix_decay, stream};
-  prefix_passes.carry.state = {c.kv_state, c.k_sum, nullptr, nullptr, c.d, c.dv};
-  if (p.wants_grad_q()) prefix_passes.run(prefix, [&](const Phase& phase) { prefix_passes.grad(phase, grad_q); });
-  if (p.mode == BwdMode::kQueries) return;
+  const auto fill_grad_q = [&] {
+    const Decay decay = plan.decayed.fill(p, plan.prefixes, true, prefix, stream);
+    Passes passes{p, kernels, plan.prefixes, plan.buffers, decay, stream};
+    passes.carry.state = {c.kv_state, c.k_sum, nullptr, nullptr, c.d, c.dv};
+    passes.run(prefix, [&](const Phase& phase) { passes.grad(phase, grad_q); });
+  };
+  if (p.mode == BwdMode::kQueries) return fill_grad_q();
 
   // grad_k and grad_v: suffix states of (q, g), as prefix states over reversed rows. They begin with the gradient of the state that the
   // call ended in, and end with the gradient of the state that it continued from.
@@ -635,6 +643,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix_passes.run(suffix, [&](const Phase& phase) {
     if (p.wants_grad_kv()) suffix_passes.grads(phase, grad_v, grad_k);
   });
+  if (p.wants_grad_q()) fill_grad_q();  // last, as it may write over g
   if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
 
@@ -647,6 +656,7 @@ constexpr StatePasses kStatePassesSm80 = {
     },
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    /*writes_over_x2=*/false,  // it reads x2 through the cache of read-only memory
     /*grads=*/nullptr,
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
       if (p.order == 1) return linear_load_part_state(a, linear_head_dim(common_head_dim(p)), stream);

@@ -20,6 +20,9 @@ struct StatePasses {
   void (*sum)(const Problem& p, const StateArgs& a, cudaStream_t stream);
   void (*read)(const Problem& p, const ReadArgs& a, cudaStream_t stream);
   void (*grad)(const Problem& p, const GradArgs& a, cudaStream_t stream);
+  // Whether `grad` of rows in the order of tokens may write `out` over x2: each block reads its rows of x2, and no others, before it
+  // writes these rows of `out`.
+  bool writes_over_x2;
   // grad_v and grad_k, which read the same states, in one kernel. Null: `read` and `grad` compute them.
   void (*grads)(const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream);
   // Convert carried states, or their gradients, to and from the accumulators that `sum` starts from and ends with.

@@ -20,12 +20,23 @@ namespace fastmax {
 // The most bytes of snapshots of a phase (order 1: and of partial sums), and of accumulators that phases continue from. Segments need no
 // more accumulators than that: 3 blocks a multiprocessor and one for every state.
 inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
+// The same of a backward of order 2, unless its tensors take more (bwd_phase_bytes).
+inline constexpr int64_t kBwdPhaseBytes = kPhaseBytes / 2;
 // The same for calls with low_memory and more snapshots than kSavedBytes, which have many phases in any case.
 inline constexpr int64_t kSmallPhaseBytes = kPhaseBytes / 3;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
 // The most bytes of snapshots that are saved for a later call. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
 // Hopper.
 inline constexpr int64_t kSavedBytes = int64_t{4608} << 20;
+
+// The workspace of a backward is beside all tensors of a call and their gradients, that of a forward beside half of them. So the snapshots
+// of a phase may take a fifth of these tensors, but not so little that launches take long beside them.
+inline int64_t bwd_phase_bytes(const Problem& p) {
+  if (p.order == 1) return kPhaseBytes;  // sequences are not cut
+  const int element_bytes = p.math == MathMode::kBF16 || p.math == MathMode::kFP16 ? 2 : 4;
+  const int64_t rows = int64_t{p.b} * (int64_t{p.h} * p.n + int64_t{p.hk} * p.m);
+  return std::clamp(2 * rows * (p.d + p.dv) * element_bytes / 5, kBwdPhaseBytes, kPhaseBytes);
+}
 
 // Returns the problem of x rows that see y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
@@ -87,10 +98,11 @@ struct StatePlan {
   bool carries;        // a state: it is loaded before the first row, and stored behind the last chunk
   bool saves_states;   // snapshots of all chunks outlive the call; order 2, where it carries: phases are whole sequences
   bool low_memory;     // smaller phases where the snapshots of all chunks are too many to save; where it carries
+  int64_t phase_bytes;  // of snapshots, at most
 
   StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool saves_states = false,
-            bool low_memory = false)
-      : whole(r), sizes(sizes), carries(carries), saves_states(saves_states), low_memory(low_memory) {
+            bool low_memory = false, int64_t phase_bytes = kPhaseBytes)
+      : whole(r), sizes(sizes), carries(carries), saves_states(saves_states), low_memory(low_memory), phase_bytes(phase_bytes) {
     const int64_t states = cut(sm_count);
     batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
     heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
@@ -154,18 +166,18 @@ struct StatePlan {
     chunks = whole.chunks;
     const int64_t sequence_bytes =
         whole.chunks * sizes.snapshot_bytes + (whole.order == 1 ? whole.parts() * sizes.part_floats * 4 : 0);
-    if (!carries && (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes)) return whole.states();
+    if (!carries && (!needs_states() || whole.states() * sequence_bytes <= phase_bytes)) return whole.states();
 
     // Pieces of sequences, if the accumulators of all states fit. Else whole sequences, which need no accumulators without carried states,
     // if those that fit fill the device. Else pieces, of as many states as have room for their accumulators.
-    const int64_t fitting = kPhaseBytes / sequence_bytes;
+    const int64_t fitting = phase_bytes / sequence_bytes;
     if (whole.order == 1) return std::max<int64_t>(1, fitting);
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
     if (!carries && handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
     const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
     const bool is_long = whole.states() * sequence_bytes > kSavedBytes;
-    const int64_t phase_bytes = low_memory && is_long ? kSmallPhaseBytes : kPhaseBytes;
-    if (!saves_states) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, phase_bytes / (states * sizes.snapshot_bytes)));
+    const int64_t bytes = low_memory && is_long ? kSmallPhaseBytes : phase_bytes;
+    if (!saves_states) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, bytes / (states * sizes.snapshot_bytes)));
     return states;
   }
 

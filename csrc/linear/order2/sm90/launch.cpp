@@ -38,6 +38,7 @@ constexpr StatePasses kStatePassesSm90 = {
     },
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { linear_read_sm90(a, common_head_dim(p), p.sm_count, stream); },
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, common_head_dim(p), p.sm_count, stream); },
+    /*writes_over_x2=*/true,
     [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
       linear_grads_sm90(values, a, common_head_dim(p), p.sm_count, stream);
     },
