@@ -23,6 +23,7 @@ extern "C" const char* cudaGetErrorString(cudaError_t) { std::abort(); }
 namespace fastmax {
 
 void linear_decay_tiles(const DecayTilesArgs&, cudaStream_t) { std::abort(); }
+void linear_zero_dropped(const StateArgs&, cudaStream_t) { std::abort(); }
 void linear_zero_masked(const ZeroArgs&, cudaStream_t) { std::abort(); }
 template <class Math, class Args>
 void linear_pass(const Args&, int, cudaStream_t) { std::abort(); }

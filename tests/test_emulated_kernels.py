@@ -367,6 +367,26 @@ def test_against_float64(library, case):
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
 
 
+PHASES = [
+    Case("linear", "linear2_sm90", 600, 600, 64, hk=1),
+    Case("linear", "linear2_sm90", 600, 660, 64, h=2, hk=1, decay="none, ordinary or strong", padding=True),
+    Case("linear", "linear2_sm90", 700, 700, 32, h=1, hk=1, packed=(*range(0, 700, 90), 700)),
+    window_in_linear(600, 600, 64, h=1, hk=1, exact_window=70, decay="strong"),
+]
+
+
+@pytest.mark.parametrize("case", PHASES, ids=str)
+def test_phases_have_the_bits_of_one(library, tmp_path, case):
+    """With less memory there is a phase for each chunk. The backward's g and grad_q share memory, and dropped rows are copied for
+    a phase at a time."""
+    other = {"int64_t{832} << 20": "int64_t{1} << 17"}
+    in_phases = emulator.edited(library, tmp_path, r"^linear/order2/launch\.", "linear/order2/plan.h", other)
+    call = Call(case)
+    results, expected = call.run(in_phases, 3), call.run(library, 3)
+    assert wrong(expected, call.exact) == {}
+    assert all(torch.equal(x, expected[name]) for name, x in results.items())
+
+
 NAN_CASES = [
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
     Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary"),

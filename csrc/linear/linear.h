@@ -105,7 +105,9 @@ struct StateWeights {
 // turns the sums into the state before each segment. The second launch does all segments except the first.
 struct StateArgs : LinearProblem {
   View y, w;
-  View zeroed_y, zeroed_w;  // copies for groups that are not whole (`attended`), with zeros (DecayTilesArgs); else without data
+  // Copies for groups that are not whole (`attended`), with zeros for dropped rows (DecayTilesArgs), of rows from `begin` on; else without
+  // data.
+  View zeroed_y, zeroed_w;
   RowMask mask;
   AttendedRows attended;
   RowScale y_scale;    // e of the y rows, for sum e y y^T, sum e y and sum e
@@ -192,7 +194,8 @@ struct DecayTilesArgs : LinearProblem {
   float* factors;   // [state], e_head apart: decay of every virtual row of y until its chunk's end; 0 where there is no row
   float* decayed_e;   // [batch][y head], e_head apart: the same times e; may be `factors` where there is no e
   int64_t e_head;
-  void *zeroed_y, *zeroed_w;  // [batch][y head][ny][d or dv]: copies of the groups that are not whole, with zeros for dropped rows
+  // Written: copies of the groups before end() that are not whole, with zeros for dropped rows. Without data: linear_zero_dropped does it.
+  View zeroed_y, zeroed_w;
   uint8_t* whole;  // [batch][y head][groups]
   float* carries;  // [state][chunk]
 };
@@ -262,6 +265,7 @@ void linear_decay(const DecayArgs& a, cudaStream_t stream);
 // For bf16:
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream);
 void linear_decay_tiles(const DecayTilesArgs& a, cudaStream_t stream);
+void linear_zero_dropped(const StateArgs& a, cudaStream_t stream);  // writes zeroed_y and zeroed_w, of the rows that the state pass adds
 // Carried state -> accumulators, and accumulators -> new carried state
 template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);

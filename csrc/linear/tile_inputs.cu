@@ -47,6 +47,23 @@ __global__ void __launch_bounds__(1024) linear_count_rows_kernel(const ZeroArgs 
   for (int i = begin; i < end; ++i) counts[i] = count += mask[static_cast<int64_t>(i) * a.mask.token] != 0;
 }
 
+// Copies the rows of a group, with zeros in place of those that are not kept. By the kBoundary threads of a block.
+__device__ __forceinline__ void copy_group(const Sequence& s, int group, int batch, int head, const bool (&keeps)[kBoundary],
+                                           const View& from, const View& to, int columns) {
+  const auto* source = head_pointer<__nv_bfloat16>(from, batch, head);
+  auto* target = const_cast<__nv_bfloat16*>(head_pointer<__nv_bfloat16>(to, batch, head));
+  const int vectors = columns / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kBoundary * vectors; i += kBoundary) {
+    const int row = s.y_row(group * kBoundary + i / vectors), column = i % vectors * 8;
+    if (row < 0 || row >= s.ny) continue;
+    const int64_t token = s.time == Time::kForward ? row : s.ny - 1 - row;
+    uint4 x{};
+    if (keeps[i / vectors]) x = *reinterpret_cast<const uint4*>(source + token * from.token + column);
+    *reinterpret_cast<uint4*>(target + token * to.token + column) = x;
+  }
+}
+
 // A block has the kBoundary virtual rows of a group, a row per thread.
 __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const DecayTilesArgs a, const int groups, const int all_groups) {
   const int thread = threadIdx.x, head_index = blockIdx.x / all_groups, group = blockIdx.x % all_groups;
@@ -88,27 +105,26 @@ __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const Dec
   }
   const bool some_drop = __syncthreads_or(drops);
   if (thread == 0) a.whole[static_cast<int64_t>(head_index) * groups + group] = !some_drop;
-  if (!some_drop) return;
+  if (!some_drop || a.zeroed_y.data == nullptr || group * kBoundary >= a.end()) return;
 
   __shared__ bool keeps[kBoundary];
   keeps[thread] = factor != 0.f;
   __syncthreads();
-  const auto copy_rows = [&](const View& from, void* to, int columns) {
-    const auto* source = head_pointer<__nv_bfloat16>(from, batch, head);
-    auto* target = static_cast<__nv_bfloat16*>(to) + static_cast<int64_t>(head_index) * a.ny * columns;
-    const int vectors = columns / 8;
-#pragma unroll 4
-    for (int i = thread; i < kBoundary * vectors; i += kBoundary) {
-      const int copied = a.y_row(group * kBoundary + i / vectors), column = i % vectors * 8;
-      if (copied < 0 || copied >= a.ny) continue;
-      const int64_t at = a.time == Time::kForward ? copied : a.ny - 1 - copied;
-      uint4 x{};
-      if (keeps[i / vectors]) x = *reinterpret_cast<const uint4*>(source + at * from.token + column);
-      *reinterpret_cast<uint4*>(target + at * columns + column) = x;
-    }
-  };
-  copy_rows(a.y, a.zeroed_y, a.d);
-  copy_rows(a.w, a.zeroed_w, a.dv);
+  copy_group(a, group, batch, head, keeps, a.y, a.zeroed_y, a.d);
+  copy_group(a, group, batch, head, keeps, a.w, a.zeroed_w, a.dv);
+}
+
+// The same copies, of the groups of a state pass. groups: as many as it adds.
+__global__ void __launch_bounds__(kBoundary) linear_zero_dropped_kernel(const StateArgs a, const int groups) {
+  const int thread = threadIdx.x, head_index = blockIdx.x / groups, group = a.begin / kBoundary + blockIdx.x % groups;
+  if (a.attended.whole[static_cast<int64_t>(head_index) * a.attended.groups + group] != 0) return;
+  const int heads = a.state_heads * a.y_group, batch = head_index / heads, head = head_index % heads;
+  const int row = a.y_row(group * kBoundary + thread), token = a.time == Time::kForward ? row : a.ny - 1 - row;
+  __shared__ bool keeps[kBoundary];
+  keeps[thread] = a.y_factors.data[head_index / a.y_group * a.y_factors.head + token] != 0.f;
+  __syncthreads();
+  copy_group(a, group, batch, head, keeps, a.y, a.zeroed_y, a.d);
+  copy_group(a, group, batch, head, keeps, a.w, a.zeroed_w, a.dv);
 }
 
 }  // namespace
@@ -116,6 +132,13 @@ __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const Dec
 void linear_decay_tiles(const DecayTilesArgs& a, cudaStream_t stream) {
   launch_kernel("linear_decay_tiles", linear_decay_tiles_kernel, grid_1d(int64_t{a.states()} * a.y_group * a.groups_of_all()), kBoundary, 0,
                 stream, a, a.groups(), a.groups_of_all());
+}
+
+void linear_zero_dropped(const StateArgs& a, cudaStream_t stream) {
+  const int groups = (a.end() - a.begin) / kBoundary;
+  if (groups == 0) return;
+  launch_kernel("linear_zero_dropped", linear_zero_dropped_kernel, grid_1d(int64_t{a.states()} * a.y_group * groups), kBoundary, 0, stream,
+                a, groups);
 }
 
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream) {

@@ -3,13 +3,13 @@
 //
 // Workspace of the portable kernels, per state (b * hk of them), D = head_dim_qk, E = head_dim_v, F = D (D + 1) / 2 + D features (in
 // blocks of eight columns), for as many states and chunks as a phase has (plan.h):
-//   snapshots  chunks * (F * E + D * D) numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
-//              the suffix states
+//   snapshots  chunks * (F * E + D * D) numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the suffix, then
+//              the prefix states
 //   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where a state pass is
 //              cut into segments; at most about 100 MB on 132 multiprocessors
 //   parts      order 1 (at head_dim 256, with decays or a carried state): as many numbers as snapshots, in fp32; and in place of the
 //              accumulators one part for a carried state
-// and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
+// and in the backward e (a float per row) and g (as grad_o; or g is where grad_q will be). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
 #include <cfloat>
@@ -86,6 +86,14 @@ class PhaseTensors {
   RowCounts counts(RowCounts c) const {
     if (c.data != nullptr) c.data += phase_.first_batch * c.batch;
     return c;
+  }
+
+  // Copies of the y rows that the state pass adds, which are as if they had rows for all tokens.
+  View walked(const View& copies, int columns) const {
+    if (copies.data == nullptr) return {};
+    View v = contiguous(copies.data, phase_.problem.state_heads * y_group(), phase_.walk_rows(), columns);
+    v.data = static_cast<const char*>(v.data) - int64_t{phase_.first_walked_token()} * columns * element_bytes(p_);
+    return v;
   }
 
   KeyBounds bounds(KeyBounds b) const {
@@ -213,7 +221,7 @@ struct Passes {
     static_cast<LinearProblem&>(a) = phase.problem;
     a.decay = part.decay(decay);
     a.y = part.y(a.y), a.w = part.y(a.w);
-    a.zeroed_y = part.y(a.zeroed_y), a.zeroed_w = part.y(a.zeroed_w);
+    a.zeroed_y = part.walked(a.zeroed_y, a.d), a.zeroed_w = part.walked(a.zeroed_w, a.dv);
     a.mask = part.y_mask(a.mask);
     a.attended = part.attended(a.attended);
     a.y_scale = part.y_rows(a.y_scale);
@@ -274,7 +282,9 @@ struct Passes {
   }
 
   void sum(const Phase& phase, const StateArgs& a, const StateBuffers& to) const {
-    kernels.sum(p, state_args(phase, a, to), stream);
+    const StateArgs of_phase = state_args(phase, a, to);
+    if (of_phase.zeroed_y.data != nullptr && plan.phases() > 1) linear_zero_dropped(of_phase, stream);
+    kernels.sum(p, of_phase, stream);
   }
 
   // Adds the carried state, which is loaded, to all saved snapshots of a phase. A state pass over no rows makes a snapshot of it in the
@@ -303,22 +313,23 @@ struct Passes {
   }
 };
 
-// Decayed copies of the rows that state passes read, and the decays that all passes read. The buffers serve one plan after the other.
+// Copies of the rows that state passes read, and the decays that all passes read. The buffers serve one plan after the other.
 struct DecayedRows {
   bool by_tiles;  // kernels apply decays themselves (DecayTilesArgs); else they read decayed copies of the rows (DecayArgs)
-  char *w = nullptr, *y = nullptr;
+  char *w = nullptr, *y = nullptr;  // of all rows; by tiles, of the rows that a phase adds
   float *e = nullptr, *factors = nullptr, *carries = nullptr;
   uint8_t *attended = nullptr, *whole = nullptr;
   DecayTile *tiles = nullptr, *x_tiles = nullptr;
   char* sums = nullptr;
 
-  DecayedRows(const AttentionParams& p, bool by_tiles, std::initializer_list<const LinearProblem*> problems, Workspace& workspace)
+  DecayedRows(const AttentionParams& p, bool by_tiles, std::initializer_list<const StatePlan*> plans, Workspace& workspace)
       : by_tiles(by_tiles) {
     if (!has_decay(p)) return;
-    int64_t rows = 0, groups = 0, chunks = 0, state_groups = 0;  // of the problem with the most
-    for (const LinearProblem* problem : problems) {
+    int64_t rows = 0, groups = 0, chunks = 0, state_groups = 0;  // of the plan with the most
+    for (const StatePlan* plan : plans) {
+      const LinearProblem* problem = &plan->whole;
       const int64_t heads = int64_t{problem->states()} * problem->y_group;
-      rows = std::max(rows, heads * problem->ny), groups = std::max(groups, heads * problem->groups());
+      rows = std::max(rows, by_tiles ? plan->walked_rows() : heads * problem->ny), groups = std::max(groups, heads * problem->groups());
       chunks = std::max(chunks, int64_t{problem->states()} * problem->chunks);
       state_groups = std::max(state_groups, int64_t{problem->states()} * problem->groups_of_all());
     }
@@ -347,14 +358,14 @@ struct DecayedRows {
     (plan.whole.time == Time::kForward ? decay.x_lag : decay.y_lag) = p.lag;
     decay.origin = plan.whole.boundary, decay.carries = carries, decay.chunks = plan.whole.chunks;
     decay.bounds_alone = p.log_decay == nullptr;
-    if (by_tiles) fill_tiles(plan.whole, state_lag(p.exact_window), sums_rows, decay, a, stream);
+    if (by_tiles) fill_tiles(p, plan, state_lag(p.exact_window), sums_rows, decay, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
     return decay;
   }
 
  private:
-  void fill_tiles(const LinearProblem& problem, int lag, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
-    const int heads = problem.state_heads * problem.y_group;
+  void fill_tiles(const Problem& p, const StatePlan& plan, int lag, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
+    const LinearProblem& problem = plan.whole;
     decay.tiles = tiles, decay.x_tiles = x_tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
     DecayTilesArgs args{};
     static_cast<LinearProblem&>(args) = problem;
@@ -364,11 +375,16 @@ struct DecayedRows {
     if (sums_rows) {
       args.factors = factors + problem.first_token_at(), args.e_head = int64_t{problem.groups()} * kBoundary;
       args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + problem.first_token_at();
-      args.zeroed_y = y, args.zeroed_w = w, args.whole = whole, args.carries = carries;
+      args.whole = whole, args.carries = carries;
+      a.zeroed_y.data = y, a.zeroed_w.data = w;
+    }
+    if (plan.phases() == 1) {  // else each phase has its copies made (Passes)
+      const Phase all = plan.phase(0);
+      const PhaseTensors part(p, all);
+      args.zeroed_y = part.walked(a.zeroed_y, problem.d), args.zeroed_w = part.walked(a.zeroed_w, problem.dv);
     }
     linear_decay_tiles(args, stream);
     if (!sums_rows) return;
-    a.zeroed_y = contiguous(y, heads, problem.ny, problem.d), a.zeroed_w = contiguous(w, heads, problem.ny, problem.dv);
     a.y_scale = {args.decayed_e, args.e_head, 1}, a.y_factors = {args.factors, args.e_head, 1};
     a.attended = {nullptr, 0, 0, whole, problem.groups()};
   }
@@ -461,7 +477,7 @@ struct FwdPlan {
       : states(query_problem(p, sizes, p.uses_saved()), sizes, p.sm_count, p.has_state(), p.uses_saved()),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
-        decayed(p, takes_zeros, {&states.whole}, w) {
+        decayed(p, takes_zeros, {&states}, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
   }
@@ -488,13 +504,14 @@ struct BwdPlan {
 
  private:
   BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, bool writes_over_x2, Workspace w)
-      : prefixes(query_problem(p, sizes), sizes, p.sm_count, p.has_state(), /*saves_states=*/false, /*low_memory=*/false, bwd_phase_bytes(p)),
+      : prefixes(query_problem(p, sizes), sizes, p.sm_count, p.has_state(), /*saves_states=*/false, /*low_memory=*/false,
+                 bwd_phase_bytes(p)),
         // A caller that asks for grad_k and grad_v alone already holds the other gradients: the workspace is on top of them.
         suffixes(key_problem(p, sizes, p.uses_saved()), sizes, p.sm_count, p.has_state(), p.uses_saved(),
                  /*low_memory=*/p.wants_grad_kv() && !p.wants_grad_q(), bwd_phase_bytes(p)),
         inputs(p, w, p.has_state() ? suffixes.whole.y_row(suffixes.whole.end()) : p.n, writes_over_x2 && grad_q_holds_g(p)),
         zeroed(p, takes_zeros, w),
-        decayed(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
+        decayed(p, takes_zeros, {&prefixes, &suffixes}, w) {
     if (p.grad_log_decay != nullptr) {
       pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
       decay_gradient = w.take<char>(static_cast<int64_t>(decay_gradient_bytes(p)));

@@ -87,6 +87,10 @@ struct Phase {
   bool loads, stores;           // the carried state: before the first phase of its states, and after the last
 
   int walk_rows() const { return problem.end() - begin; }
+  // The first token of these rows in memory; some rows may be before the first token or behind the last one.
+  int first_walked_token() const {
+    return problem.time == Time::kForward ? problem.y_row(begin) : problem.ny - problem.y_row(problem.end());
+  }
 };
 
 struct StatePlan {
@@ -144,6 +148,14 @@ struct StatePlan {
   // the workspace, which then has one slot per state for the carried state.
   bool needs_states() const { return whole.end() > 0; }
   int64_t slots() const { return needs_states() ? int64_t{batches} * heads * (saves_states ? 1 : chunks) : 0; }
+  int64_t walked_rows() const {  // of all y heads of a phase, at most
+    int64_t rows = 0;
+    for (int i = 0; i < phases(); ++i) {
+      const Phase each = phase(i);
+      rows = std::max(rows, int64_t{each.problem.states()} * each.problem.y_group * each.walk_rows());
+    }
+    return rows;
+  }
   int64_t saved_slots() const { return saves_states ? int64_t{whole.states()} * whole.chunks : 0; }
   int64_t saved_bytes() const { return saved_slots() * (sizes.snapshot_bytes + 4 * sizes.sum_floats); }
   int64_t parts() const { return needs_states() && whole.order == 1 ? int64_t{batches} * heads * whole.parts() : 0; }
