@@ -16,16 +16,18 @@ using namespace fastmax;
 int main() {
   int math, causal, reversed, carries, lag, backward;
   Problem p{};
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &p.order, &causal,
-                    &math, &p.sm_count, &reversed, &carries, &lag, &backward) == 14) {
-    p.head_dim_v = p.d = p.dv = p.head_dim_qk, p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim_qk, &p.order,
+                    &causal, &math, &p.sm_count, &reversed, &carries, &lag, &backward) == 14) {
+    p.head_dim_v = p.d = p.dv = p.head_dim_qk, p.causal = causal, p.causal_offset = p.m - p.n;
+    p.math = static_cast<MathMode>(math);
     const StateSizes sizes = state_sizes(p.head_dim_qk, p.head_dim_v, p.order, p.math);
     const Time time = reversed ? Time::kBackward : Time::kForward;
     const int x_heads = reversed ? p.hk : p.h, y_heads = reversed ? p.h : p.hk;
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
     const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries != 2, carries == 3)
                                     : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time, lag);
-    const StatePlan plan(r, sizes, p.sm_count, carries, carries == 4, carries == 5, backward ? bwd_phase_bytes(p) : kPhaseBytes);
+    const int64_t phase_bytes = backward ? bwd_phase_bytes(p) : kPhaseBytes;
+    const StatePlan plan(r, sizes, p.sm_count, carries, carries == 4, carries == 5, phase_bytes);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
     std::printf("plan %d %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
                 r.groups_of_all(), plan.segments, bytes(plan.slots(), sizes.snapshot_bytes),
