@@ -33,22 +33,30 @@ constexpr Kernels kLinear[] = {
     {"linear1_sm90", [](const AttentionParams& p, Direction) { return is_order1(p); }, sm90_rates},
     {"linear2_sm80", covers_all, portable_rates},
 };
-constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
-constexpr Algorithm kLinearAlgorithm("linear", kLinear);
+constexpr Algorithm kQuadraticAlgorithm("quadratic", quadratic_cost, kQuadratic);
+constexpr Algorithm kLinearAlgorithm("linear", linear_cost, kLinear);
 }  // namespace fastmax
 using namespace fastmax;
 
-int main() {
+int main(int count, char**) {
   AttentionParams p{};
   p.hk = 1;
   const float decay = -1.f;
   int math, causal, decays, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim_qk, &p.order, &math, &causal, &decays, &expanded,
-                    &group, &p.b, &p.head_dim_v) == 10) {
-    if (p.head_dim_v == 0) p.head_dim_v = p.head_dim_qk;
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.d, &p.order, &math, &causal, &decays, &expanded, &group, &p.b,
+                    &p.dv) == 10) {
+    if (p.dv == 0) p.dv = p.d;
     p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = decays ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
     int n = 1;
+    if (count > 1) {
+      for (n = 1024; n <= 65536; n *= 8) {
+        p.n = p.m = n;
+        std::printf("%d %d ", fit(kQuadraticAlgorithm, p, Direction::kBackward).head_dim, fit(kLinearAlgorithm, p, Direction::kBackward).head_dim);
+      }
+      std::puts("");
+      continue;
+    }
     while (p.n = p.m = n, !linear_is_faster(p)) ++n;
     std::printf("%d\\n", n);
   }
@@ -84,6 +92,19 @@ def crossing():
     def run(call):
         line = " ".join(map(str, call))
         return int(subprocess.run([probe], input=line, check=True, capture_output=True, text=True).stdout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def head_dims():
+    """Returns the head dims of the kernels that run a call, in pairs of quadratic and linear, at 1024, 8192 and 65536 tokens."""
+    probe = compile_probe(PROBE)
+
+    def run(call):
+        line = " ".join(map(str, call))
+        printed = subprocess.run([probe, "fit"], input=line, check=True, capture_output=True, text=True).stdout.split()
+        return [(int(quadratic), int(linear)) for quadratic, linear in zip(printed[::2], printed[1::2], strict=True)]
 
     return run
 
@@ -136,7 +157,40 @@ def test_costs_follow_both_widths(crossing):
     narrow, wide_values, wide_keys, wide = (
         crossing(Call(80, d, value_dim=dv)) for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128))
     )
-    assert narrow < wide_values < 1.5 * narrow and wide_values < wide_keys < wide
+    assert 0.9 * narrow < wide_values < 1.5 * narrow and wide_values < wide_keys == wide
+
+
+@pytest.mark.parametrize(
+    "d, dv, order, quadratic, linear",
+    [
+        (64, 128, 2, 128, 64),
+        (32, 64, 2, 64, 32),
+        (64, 256, 2, 128, 64),  # no Hopper kernels have a head dim of 256
+        (40, 200, 2, 128, 64),
+        (17, 130, 2, 96, 32),
+        (48, 80, 2, 96, 64),
+        (128, 64, 2, 128, 128),  # features are products of columns of keys
+        (64, 60, 2, 64, 64),
+        (64, 128, 1, 128, 128),
+        (128, 256, 1, 128, 128),
+    ],
+)
+def test_value_blocks_pay(head_dims, d, dv, order, quadratic, linear):
+    """Kernels narrower than dv run once per block of its columns. The linear ones of order 2 have products of columns of keys,
+    so their time grows with the square."""
+    assert head_dims(Call(90, d, order, value_dim=dv))[1:] == [(quadratic, linear)] * 2
+
+
+def test_few_tokens_run_once(head_dims):
+    """Each further block costs launches."""
+    assert head_dims(Call(90, 64, batch=1, value_dim=128)) == [(128, 128), (128, 64), (128, 64)]
+
+
+def test_value_blocks_on_portable_kernels(head_dims):
+    """The quadratic kernels run again only where wider ones would multiply many columns of zeros."""
+    assert head_dims(Call(80, 64, value_dim=128)) == [(128, 64)] * 3
+    assert head_dims(Call(80, 64, value_dim=256)) == [(256, 64)] * 3
+    assert {quadratic for quadratic, _ in head_dims(Call(80, 64, value_dim=136))} == {96}
 
 
 def test_few_heads_wait_for_launches(crossing):

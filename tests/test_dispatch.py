@@ -84,7 +84,7 @@ bool covers_some(const AttentionParams& p, Direction direction) {
 bool covers_none(const AttentionParams&, Direction) { return false; }
 constexpr Kernels kTwo[] = {{"new", covers_some}, {"old", [](const AttentionParams&, Direction) { return true; }}};
 constexpr Kernels kNone[] = {{"none", covers_none}};
-constexpr Algorithm kTwoRows("two", kTwo), kNoRow("empty", kNone);
+constexpr Algorithm kTwoRows("two", quadratic_cost, kTwo), kNoRow("empty", quadratic_cost, kNone);
 
 int main() {
   FwdParams fwd{};
@@ -122,6 +122,7 @@ int main() {
   set(&Problem::order, 1), set(&Problem::head_dim_qk, 64), set(&Problem::head_dim_v, 64);
   run(kLinearAlgorithm, fwd, bwd);
   AttentionParams few = fwd;
+  few.d = few.dv = 64;
   few.b = 2048, few.h = few.hk = 1, few.n = few.m = 600, few.causal = true;
   std::printf("first order, 600 tokens, decay: linear %d\\n", linear_is_faster(few));
   few.log_decay = nullptr;

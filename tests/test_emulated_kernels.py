@@ -50,6 +50,7 @@ class Case:
     n: int
     m: int
     d: int
+    dv: int = 0  # more than d: values in blocks of d columns; 0: as many as d
     b: int = 1
     h: int = 2
     hk: int = 2
@@ -81,12 +82,21 @@ class Case:
             + [f"lag {self.lag}"] * (self.lag > 0)
             + [f"exact_window {self.exact_window}"] * (self.exact_window > 0)
         )
-        return f"{self.kernels} {self.n}x{self.m} d{self.d} h{self.h}/{self.hk} {' '.join(options)}"
+        width = f"{self.d}/{self.dv}" if self.dv > 0 else f"{self.d}"
+        return f"{self.kernels} {self.n}x{self.m} d{width} h{self.h}/{self.hk} {' '.join(options)}"
 
     @property
     def table(self):
         """The table that has the kernels."""
         return self.algorithm if self.lim == 0 else "linear of shortened rows"
+
+    @property
+    def value_dim(self):
+        return self.dv or self.d
+
+    @property
+    def kernels_head_dim(self):
+        return {} if self.dv == 0 else {"kernels_head_dim": self.d}
 
     @property
     def backward_kernels(self):
@@ -226,6 +236,19 @@ CASES = [
     Case("linear", "linear1_sm90", 1000, 1000, 64, h=1, hk=1, order=1, lim=0.8, multiprocessors=8, schedules=1),
     Case("linear", "linear1_sm90", 330, 400, 128, hk=1, order=1, lim=0.8),
     Case("linear", "linear1_sm90", 600, 600, 128, h=1, hk=1, order=1, lim=0.8, multiprocessors=8),
+    # Values in blocks, of which the last has fewer columns.
+    Case("linear", "linear2_sm90", 300, 345, 64, 136, hk=1, padding=True),
+    Case("linear", "linear2_sm90", 300, 300, 64, 128, h=2, hk=1, dropout=0.3, decay="ordinary", packed=(0, 100, 257, 300)),
+    Case("linear", "linear2_sm90", 130, 257, 32, 64, h=1, hk=1, causal=False),
+    Case("linear", "linear2_sm90", 300, 345, 32, 72, h=2, hk=1, decay="ordinary", lag=50),
+    Case("linear", "linear1_sm90", 600, 600, 64, 128, h=1, hk=1, order=1, multiprocessors=1, schedules=1),
+    Case("linear", "linear1_sm90", 640, 640, 64, 88, h=1, hk=1, order=1, lim=0.8, schedules=1),
+    window_in_linear(300, 345, 64, 128, hk=1, exact_window=17, padding=True),
+    window_in_linear(300, 300, 32, 40, h=1, hk=1, decay="strong", exact_window=3),
+    Case("quadratic", "quadratic_sm90", 200, 257, 64, 128, padding=True, dropout=0.3),
+    Case("quadratic", "quadratic_sm90", 130, 1100, 32, 64, hk=1, fused=True),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, 136, decay="ordinary"),
+    Case("exact_window", "exact_window_sm90", 300, 350, 64, 128, exact_window=17, schedules=1),
 ]
 
 
@@ -239,7 +262,7 @@ class Call:
         if case.padding:
             options["attention_mask"] = torch.rand(case.b, case.m) > 0.3
         if case.dropout > 0:
-            options["noise"] = torch.randn(case.b, case.h, case.n, case.d).to(case.dtype)
+            options["noise"] = torch.randn(case.b, case.h, case.n, case.value_dim).to(case.dtype)
         if case.decay is not None:
             options["log_decay"] = make_decay(case.decay, case.b, case.hk, case.m + case.lag)
         if case.packed:
@@ -250,8 +273,9 @@ class Call:
                 options["k_end"] = bounds[sequence + 1].expand(rows)
         self.options = options
         self.q, self.k = (bounded(case.b, *x, case.d, dtype=case.dtype) for x in ((case.h, case.n), (case.hk, case.m)))
-        self.v, self.grad_o = (torch.randn(case.b, *x, case.d).to(case.dtype) for x in ((case.hk, case.m), (case.h, case.n)))
-        self.grad_z = torch.randn(case.b, case.h, case.n) if case.is_softmax else None
+        sizes = (case.hk, case.m), (case.h, case.n)
+        self.v, self.grad_o = (torch.randn(case.b, *x, case.value_dim).to(case.dtype) for x in sizes)
+        self.grad_z = torch.randn(case.b, case.h, case.n) if case.is_softmax or (case.dv > 0 and case.lag == 0) else None
         if case.lim > 0:
             self.q, self.k = (self._of_some_lengths(x) for x in (self.q, self.k))
             options["k_factor"] = eager.normalize_tokens(self.q, self.k, case.lim)[3]
@@ -318,6 +342,7 @@ class Call:
             scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), order=case.order, causal=case.causal,
             dropout=case.dropout, left=case.left, right=case.right, lag=case.lag, exact_window=case.exact_window,
             lim=case.lim, sm_count=case.multiprocessors, resident=case.resident, schedule=schedule,
+            **case.kernels_head_dim,
         )  # fmt: skip
         results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
         assert library.run(case.table, "forward", given | results, **numbers) == case.kernels
@@ -420,6 +445,7 @@ def test_decays_of_nan(library, case):
     Case("linear", "linear2_sm90", 300, 345, 64, hk=1),
     Case("linear", "linear2_sm90", 300, 345, 64, hk=1, decay="ordinary", lag=50, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 32, packed=(0, 100, 257, 300)),
+    Case("linear", "linear2_sm90", 300, 345, 32, 80, hk=1, decay="ordinary", lag=50),
 ], ids=str)  # fmt: skip
 def test_global_keys_join_local_ones(library, case):
     """The forward merges into o and lse of local keys, also of queries that see no global key. The backward adds."""
@@ -434,7 +460,7 @@ def test_global_keys_join_local_ones(library, case):
     given = {"q": call.q, "k": call.k, "v": call.v} | call.options
     numbers = dict(
         scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=True, lag=case.lag,
-        sm_count=MULTIPROCESSORS, schedule=3,
+        sm_count=MULTIPROCESSORS, schedule=3, **case.kernels_head_dim,
     )  # fmt: skip
     z = torch.full_like(lse, torch.nan)
     results = {"o": o, "local_lse": lse}
@@ -539,17 +565,19 @@ def test_fused_with_rows_that_see_no_key(library, d, softmax):
     assert wrong(results, call.exact) == {}
 
 
-@pytest.mark.parametrize("d, decay", [(32, None), (64, None), (64, "ordinary")])
-def test_carried_state(library, d, decay):
-    """A call starts from a state and returns one. Its gradients include those of both states."""
+@pytest.mark.parametrize("d, dv, decay", [
+    (32, 32, None), (64, 64, None), (64, 64, "ordinary"), (32, 72, None), (32, 64, "ordinary"),
+])  # fmt: skip
+def test_carried_state(library, d, dv, decay):
+    """A call starts from a state and returns one. Its gradients include those of both states. More values than keys: in blocks."""
     n, before, options = 300, 90, (SCALE, *POLYNOMIAL, 2, False)
     operators = torch.ops.fastmax
-    q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, d)))
+    q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, dv)))
     kv_state, k_sum, _ = operators.state_of_keys(
-        bounded(1, 1, before, d).double(), torch.randn(1, 1, before, d).double(), None, None, None, *options, False
+        bounded(1, 1, before, d).double(), torch.randn(1, 1, before, dv).double(), None, None, None, *options, False
     )
     kv_state, k_sum = kv_state.float(), k_sum.float()
-    grad_o, grad_z = torch.randn(1, 1, n, d).bfloat16(), None
+    grad_o, grad_z = torch.randn(1, 1, n, dv).bfloat16(), torch.randn(1, 1, n)
     grad_new_kv_state, grad_new_k_sum = torch.randn_like(kv_state) / before, torch.randn_like(k_sum) / before
     log_decay = None if decay is None else make_decay(decay, 1, 1, n)
 
@@ -558,7 +586,7 @@ def test_carried_state(library, d, decay):
     state = (kv_state.double(), k_sum.double())
     o, z, new_kv_state, new_k_sum = operators.prefill(*wide, *accompanying, *state, *options)
     gradients = operators.prefill_backward(
-        grad_o.double(), grad_z, grad_new_kv_state.double(), grad_new_k_sum.double(), *wide, o, z, new_kv_state, new_k_sum,
+        grad_o.double(), grad_z.double(), grad_new_kv_state.double(), grad_new_k_sum.double(), *wide, o, z, new_kv_state, new_k_sum,
         *accompanying, *state, *options,
     )  # fmt: skip
     names = (
@@ -577,12 +605,13 @@ def test_carried_state(library, d, decay):
 
     given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "kv_state": kv_state, "k_sum": k_sum}
     numbers = dict(
-        scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=True, sm_count=MULTIPROCESSORS, schedule=3
-    )
-    results = {"o": nan_like(q), "z": torch.full((1, 1, n), torch.nan)}
+        scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=True, sm_count=MULTIPROCESSORS, schedule=3,
+        kernels_head_dim=d,
+    )  # fmt: skip
+    results = {"o": nan_like(grad_o), "z": torch.full((1, 1, n), torch.nan)}
     results |= {"new_kv_state": nan_like(kv_state), "new_k_sum": nan_like(k_sum)}
     assert library.run("linear from a state", "forward", given | results, **numbers) == "linear2_sm90"
-    given |= results | {"grad_o": grad_o, "grad_new_kv_state": grad_new_kv_state, "grad_new_k_sum": grad_new_k_sum}
+    given |= results | {"grad_o": grad_o, "grad_z": grad_z, "grad_new_kv_state": grad_new_kv_state, "grad_new_k_sum": grad_new_k_sum}
     gradients = {
         "grad_q": q,
         "grad_k": k,

@@ -57,6 +57,9 @@ const Algorithm* fill_one_pass(AttentionParams& p, const AttentionInputs& x, con
   p.exact_window = static_cast<int>(std::min<int64_t>(options.window, p.m));  // no query is further behind a key than m - 1
   const bool is_linear = &choose(options.algorithm, x, /*causal=*/true, options.polynomial.order) == &kLinearAlgorithm;
   const Algorithm& algorithm = is_linear ? kLinearExactWindow : kExactWindowAlgorithm;
+  fit_head_dim(p, algorithm, direction);
+  // Two parts in value blocks are faster than one pass of wider kernels.
+  if (is_linear && p.head_dim_v > fit(kLinearAlgorithm, p, direction).head_dim) return nullptr;
   return find(algorithm, p, direction) == nullptr ? nullptr : &algorithm;
 }
 
@@ -140,10 +143,11 @@ struct GlobalCall {
         operands(inputs) {}
   GlobalCall(const GlobalCall&) = delete;
 
-  void fill(AttentionParams& p) const {
+  void fill(AttentionParams& p, Direction direction) const {
     operands.fill(p, options.scale, /*causal=*/true, kNoWindow, options.allow_tf32);
     options.polynomial.fill(p);
     p.lag = log_decay.has_value() ? static_cast<int>(part.window) : 0;
+    fit_head_dim(p, algorithm, direction);
   }
   int device() const { return q.get_device_index(); }
 };
@@ -151,7 +155,7 @@ struct GlobalCall {
 // Computes attention to the global keys, and merges it into o and lse of the local keys.
 void join_global_keys(const GlobalCall& call, const Tensor& o, const Tensor& lse) {
   FwdParams p{};
-  call.fill(p);
+  call.fill(p, Direction::kForward);
   const Tensor z = empty_per_query(call.q);
   if (is_aligned(o) && select(call.algorithm, p, Direction::kForward).joins_parts) {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);
@@ -197,7 +201,7 @@ void add(const Tensor& x, const Tensor& sum) {
 void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor& grad_o, const Denominators& denominators,
                           const InputGradients& sums) {
   BwdParams p{};
-  call.fill(p);
+  call.fill(p, Direction::kBackward);
   const bool writable = is_aligned(sums.q) && is_aligned(sums.k) && is_aligned(sums.v);
   if (writable && select(call.algorithm, p, Direction::kBackward).joins_parts) {
     const Gradients gradients({Output(sums.q), Output(sums.k), Output(sums.v)}, call.operands, o, grad_o, denominators.z,

@@ -39,7 +39,7 @@ int shortens_rows(int device_index, int b, int h, int hk, int n, int m, int d, i
   };
   p.q_stride = dense(h, n, p.d), p.k_stride = dense(hk, m, p.d), p.v_stride = dense(hk, m, p.dv);
   for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    if (find(kLinearOfShortened, p, direction) == nullptr) return 0;
+    if (fit(kLinearOfShortened, p, direction).head_dim == 0) return 0;
   }
   return linear_is_faster(p) ? 2 : 1;
 }

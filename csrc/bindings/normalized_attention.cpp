@@ -57,6 +57,7 @@ struct Call {
     x.fill(p, scale, /*causal=*/true, kNoWindow, /*allow_tf32=*/false);
     polynomial.fill(p);
     p.lim = static_cast<float>(lim), p.k_factor = static_cast<const float*>(k_factor.data_ptr());
+    fit_head_dim(p, kLinearOfShortened, direction);
     FASTMAX_CHECK(find(kLinearOfShortened, p, direction) != nullptr,
                   "no kernels normalise rows during attention for this device, dtype or head_dim: normalize_tokens does before it");
   }

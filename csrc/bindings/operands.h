@@ -31,7 +31,7 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
   p.m = static_cast<int>(k.size(2));
   p.d = static_cast<int>(q.size(3));
   p.dv = static_cast<int>(v.size(3));
-  p.head_dim_qk = p.head_dim_v = head_dim_of(q, v);  // the kernels have one for both: common_head_dim (dispatch.h)
+  p.head_dim_qk = p.head_dim_v = head_dim_of(q, v);  // the kernels have one for both; fit_head_dim may choose a narrower one
   p.math = math_mode(q.scalar_type(), allow_tf32);
 
   p.scale = static_cast<float>(scale);

@@ -38,15 +38,20 @@ struct Kernels {
   bool joins_parts = false;  // whether the kernels support FwdParams::local_lse and BwdParams::adds
 };
 
+// Time of a call's forward and backward for one query head, by kernels with these rates: see cost_model.h.
+using Cost = double (*)(const AttentionParams& p, const Rates& rates);
+
 // A table of kernels.
 struct Algorithm {
   const char* name;
+  Cost cost;
   const Kernels* first;  // rows of newer architectures come first; in most tables the last row, portable kernels, covers every call
   const Kernels* last;
 
   template <size_t kRows>
-  constexpr Algorithm(const char* name, const Kernels (&table)[kRows]) : name(name), first(table), last(table + kRows) {}
-  constexpr explicit Algorithm(const char* name) : name(name), first(nullptr), last(nullptr) {}
+  constexpr Algorithm(const char* name, Cost cost, const Kernels (&table)[kRows])
+      : name(name), cost(cost), first(table), last(table + kRows) {}
+  constexpr explicit Algorithm(const char* name) : name(name), cost(nullptr), first(nullptr), last(nullptr) {}
   const Kernels* begin() const { return first; }
   const Kernels* end() const { return last; }
 };

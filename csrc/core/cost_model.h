@@ -1,6 +1,11 @@
 // The cost model of algorithm="auto": whether the linear algorithm is faster, for both directions.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+
+#include "core/costs.h"
+#include "core/dispatch.h"
 #include "linear/algorithm.h"
 #include "quadratic/algorithm.h"
 
@@ -26,20 +31,41 @@ namespace fastmax {
 // .087/.068, .107/.067, .159/.109.
 inline constexpr double kLaunches = 4.5e8;
 
+// Where a call runs in value blocks (core/value_blocks.h), its gradients of q and k are sums over the blocks. Cost of adding an element to
+// one: three 16-bit numbers at the copy rate of one H200.
+inline constexpr double kSum = 29;
+// Blocks read q and k again, which the model does not count. They must promise this part of the time of one run.
+inline constexpr double kWorthBlocks = 0.85;
+
+// How a call runs on the kernels of an algorithm, which have one head dim for q and k and for v and o.
+struct Fit {
+  int head_dim;  // of the kernels; 0: none cover the call
+  double cost;
+};
+
+// Compares one run, with a head dim that holds the columns of v, with runs of narrower kernels, one for each block of columns.
+inline Fit fit(const Algorithm& algorithm, const AttentionParams& p, Direction direction) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  const double heads = static_cast<double>(p.b) * p.h, launches = kLaunches / heads;
+  const double sums = kSum * p.d * (p.n + static_cast<double>(p.m) * p.hk / p.h);
+  const int widest = NativeHeadDims::at_least(std::max(p.d, p.dv));
+  Fit best{0, kNever};
+  for (int head_dim = NativeHeadDims::at_least(p.d); head_dim != 0 && head_dim <= widest; head_dim = NativeHeadDims::at_least(head_dim + 1)) {
+    AttentionParams run = p;
+    run.head_dim_qk = run.head_dim_v = head_dim, run.dv = std::min(p.dv, head_dim);
+    const Kernels* kernels = find(algorithm, run, direction);
+    if (kernels == nullptr) continue;
+    const int more = (p.dv - 1) / head_dim;
+    const double cost = (more + 1) * algorithm.cost(run, kernels->rates(run)) + more * (launches + sums);
+    if (cost < (more == 0 ? best.cost / kWorthBlocks : best.cost)) best = {head_dim, cost};
+  }
+  return best;
+}
+
 // Compares the kernels that would compute the gradients, which take most of the time.
 inline bool linear_is_faster(const AttentionParams& p) {
-  const Rates& quadratic_rates = select(kQuadraticAlgorithm, p, Direction::kBackward).rates(p);
-  const Rates& linear_rates = select(kLinearAlgorithm, p, Direction::kBackward).rates(p);
-  const double d = p.head_dim_qk, dv = p.head_dim_v, n = p.n, m = p.m;
-  // In pairs times columns: a pair has as many products over d columns as over dv, and every feature has dv values.
-  const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m) * 0.5 * (d + dv);
-
-  // Each key is added to the state of its key/value head once, and each query reads the state. The kernels of order 1 alone
-  // support neither decay nor packed sequences, and have a smaller overhead.
-  const double features = p.order == 2 ? d * (d + 1) / 2 + d + 1 : d + 1;
-  const double overhead = p.order == 2 ? linear_rates.overhead / dv : uses_linear1(p) && !has_decay(p) ? 50 : 700;
-  const double linear = linear_rates.feature * (features + overhead) * dv * 0.5 * (n + m * p.hk / p.h);
-  return linear + kLaunches / (static_cast<double>(p.b) * p.h) < quadratic;
+  const double launches = kLaunches / (static_cast<double>(p.b) * p.h);
+  return fit(kLinearAlgorithm, p, Direction::kBackward).cost + launches < fit(kQuadraticAlgorithm, p, Direction::kBackward).cost;
 }
 
 }  // namespace fastmax

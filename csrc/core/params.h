@@ -36,7 +36,7 @@ struct Problem {
   int n;         // queries
   int m;         // keys
   int d;         // columns of q and k, <= head_dim_qk, a multiple of 16 bytes
-  int dv;        // columns of v and o, <= head_dim_v, a multiple of 16 bytes
+  int dv;        // columns of v and o, a multiple of 16 bytes; <= head_dim_v in a run of kernels (value_blocks.h)
   int sm_count;  // multiprocessors of the current device
   MathMode math;
 

@@ -2,6 +2,7 @@
 
 #include <iterator>
 
+#include "core/costs.h"
 #include "linear/launch.h"
 #include "linear/order1/linear1.h"
 #include "linear/order2/linear2.h"
@@ -66,11 +67,11 @@ void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_
   PreparedInputs::prepare(p, contiguous(g, p.h, p.n, p.dv), e, p.n, stream);
 }
 
-constexpr Algorithm kLinearAlgorithm("linear", kLinear);
-constexpr Algorithm kLinearFromState("linear from a state", kFromState);
+constexpr Algorithm kLinearAlgorithm("linear", linear_cost, kLinear);
+constexpr Algorithm kLinearFromState("linear from a state", linear2_cost, kFromState);
 #ifdef FASTMAX_HAS_SM90
-constexpr Algorithm kLinearOfShortened("linear of shortened rows", kOfShortened);
-constexpr Algorithm kLinearExactWindow("linear exact window", kExactWindow);
+constexpr Algorithm kLinearOfShortened("linear of shortened rows", linear_cost, kOfShortened);
+constexpr Algorithm kLinearExactWindow("linear exact window", linear2_cost, kExactWindow);
 #else
 constexpr Algorithm kLinearOfShortened("linear of shortened rows");
 constexpr Algorithm kLinearExactWindow("linear exact window");

@@ -6,29 +6,13 @@
 
 #include "core/dispatch.h"
 #include "core/launch.h"
+#include "core/workspace.h"
 #include "linear/linear.h"
 #include "linear/order1/linear1.h"
 
 namespace fastmax {
 
 inline bool runs_as_tf32(const Problem& p) { return p.math == MathMode::kFP16; }
-
-// Hands out 256-byte aligned pieces of the workspace; with a null base, counts bytes.
-class Workspace {
- public:
-  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(int64_t count) {
-    const size_t at = used_;
-    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
-    return reinterpret_cast<T*>(base_ + at);
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
 
 inline View view(const void* data, const Stride& s) { return {data, s.batch, s.head, s.token}; }
 

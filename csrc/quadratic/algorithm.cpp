@@ -1,5 +1,6 @@
 #include "quadratic/algorithm.h"
 
+#include "core/costs.h"
 #include "core/dispatch.h"
 #include "quadratic/bounds.h"
 #include "quadratic/portable/bounded.h"
@@ -72,10 +73,10 @@ constexpr Kernels kExactWindow[] = {
 
 }  // namespace
 
-constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
-constexpr Algorithm kFlashAlgorithm("flash", kFlash);
+constexpr Algorithm kQuadraticAlgorithm("quadratic", quadratic_cost, kQuadratic);
+constexpr Algorithm kFlashAlgorithm("flash", quadratic_cost, kFlash);
 #ifdef FASTMAX_HAS_SM90
-constexpr Algorithm kExactWindowAlgorithm("exact_window", kExactWindow);
+constexpr Algorithm kExactWindowAlgorithm("exact_window", quadratic_cost, kExactWindow);
 #else
 constexpr Algorithm kExactWindowAlgorithm("exact_window");
 #endif

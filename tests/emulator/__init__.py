@@ -9,9 +9,9 @@ Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches a
 
 Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h), of SplitHeadsParams and JoinHeadsParams
 (csrc/layer/layer.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1, a2, order, causal,
-left, right, dropout, math (MathMode), sm_count (blocks of a persistent grid), resident (blocks that run side by side; the
-others follow) and schedule: 0 everything in order and at once; 1 and 2 the first or the last warp that can run, and all copies
-and products late; from 3 on at random. Of the layer: heads, kv_heads, head_dim, q_eps, k_eps, eps, and float_convolution and
+left, right, dropout, math (MathMode), kernels_head_dim (by default one that holds all columns), sm_count (blocks of a persistent
+grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once; 1 and 2 the
+first or the last warp that can run, and all copies and products late; from 3 on at random. Of the layer: heads, kv_heads, head_dim, q_eps, k_eps, eps, and float_convolution and
 float_norm, which say that weights are float32.
 """
 
@@ -30,6 +30,7 @@ from common import CSRC, is_current, load_build
 HERE = Path(__file__).resolve().parent
 # Portable kernels that the Hopper ones are launched with, and those of the layer.
 PORTABLE = (
+    "core/add_rows.cu",
     "decay/decay.cu",
     "decay/nan_rows.cu",
     "quadratic/bounds.cu",
@@ -45,6 +46,7 @@ PORTABLE = (
     "layer/column_sums.cu",
 )
 HOST = (
+    "core/value_blocks.cpp",
     "core/sm90/tensor_map.cpp",
     "quadratic/algorithm.cpp",
     "linear/algorithm.cpp",

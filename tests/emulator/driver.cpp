@@ -12,6 +12,7 @@
 
 #include "core/algorithm.h"
 #include "core/dispatch.h"
+#include "core/value_blocks.h"
 #include "decay/decay.h"
 #include "layer/layer.h"
 #include "linear/algorithm.h"
@@ -58,7 +59,7 @@ void fill(AttentionParams& p) {
   const auto size = [](const Given& x, int i) { return static_cast<int>(x.sizes[i]); };
   p.b = size(q, 0), p.h = size(q, 1), p.n = size(q, 2), p.d = size(q, 3);
   p.hk = size(k, 1), p.m = size(k, 2), p.dv = size(v, 3);
-  p.head_dim_qk = p.head_dim_v = NativeHeadDims::at_least(std::max(p.d, p.dv));
+  p.head_dim_qk = p.head_dim_v = integer("kernels_head_dim", NativeHeadDims::at_least(std::max(p.d, p.dv)));
   p.math = static_cast<MathMode>(integer("math", 0));
   p.scale = static_cast<float>(number("scale", 1));
   p.order = integer("order", 2);
@@ -169,15 +170,15 @@ size_t saved_bytes(const Algorithm& algorithm, Direction direction, size_t (*Ker
 }
 
 template <class Params>
-void run(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*workspace_bytes)(const Params&),
-         void (*Kernels::*launch)(const Params&, cudaStream_t)) {
+void run(const Algorithm& algorithm, Direction direction, size_t (*workspace_bytes)(const Kernels&, const Params&),
+         void (*launch)(const Kernels&, const Params&, cudaStream_t)) {
   Params p{};
   fill(static_cast<AttentionParams&>(p)), fill(p), fill_more(p);
   const Kernels& kernels = select(algorithm, p, direction);
   kernels_name = kernels.name;
-  const Workspace workspace((kernels.*workspace_bytes)(p));
+  const Workspace workspace(workspace_bytes(kernels, p));
   p.workspace = workspace.get();
-  (kernels.*launch)(p, nullptr);
+  launch(kernels, p, nullptr);
   if constexpr (std::is_same_v<Params, FwdParams>) {  // as bindings/run.h
     if (p.log_decay != nullptr) launch_nan_rows(p, nullptr);
   }
@@ -266,9 +267,9 @@ const char* emulator_run(const char* algorithm, int backward) {
     if (name == "join_heads") return run_join_heads(backward != 0), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
     if (backward != 0) {
-      run(chosen, Direction::kBackward, &Kernels::bwd_workspace_bytes, &Kernels::bwd);
+      run(chosen, Direction::kBackward, bwd_workspace_bytes, launch_bwd);
     } else {
-      run(chosen, Direction::kForward, &Kernels::fwd_workspace_bytes, &Kernels::fwd);
+      run(chosen, Direction::kForward, fwd_workspace_bytes, launch_fwd);
     }
   } catch (const std::exception& exception) {
     error = exception.what();
