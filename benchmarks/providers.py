@@ -229,6 +229,15 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     return fastmax.decoding.prefill(q, k, v, fastmax.decoding.init_state(case.batch, case.heads, case.head_dim, **options))[0]
 
 
+def _half(x: Tensor, case: Case) -> Tensor:
+    return x[..., : case.head_dim // 2]
+
+
+def _narrow_keys(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    """Takes half of the columns of q and k. The gradients of the others, zeros, are written too."""
+    return PROVIDERS["fastmax"].call(_half(q, case), _half(k, case), v, case)
+
+
 def _flash_window(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     return fastmax.flash_attention(q, k, v, causal=case.causal, scale=case.head_dim**-0.5, window=case.window)
 
@@ -262,6 +271,7 @@ PROVIDERS = {
             call=_batch_of_sequences,
         ),
         replace(fastmax_provider("fastmax_prefill"), call=_prefill),
+        replace(fastmax_provider("fastmax_narrow_keys"), call=_narrow_keys, rows=_half, arithmetic=lambda case: None),
         Provider("fastmax_flash_window", _flash_window, _windowed_softmax, lambda case: None),
         sdpa_provider("sdpa"),
         sdpa_provider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),

@@ -245,6 +245,7 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
             algorithm=None,
             window=1024,
         ),
+        _option_case("keys of half the width", (1, 16, 65536, 128), ("fastmax_narrow_keys", "fastmax"), 0.45),
         *(_option_case("prefill", size, ("fastmax_prefill", "fastmax"), 1.10, mode=mode) for mode in ("fwd", "fwd+bwd")),
     )
 
