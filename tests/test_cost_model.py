@@ -43,8 +43,8 @@ int main(int count, char**) {
   p.hk = 1;
   const float decay = -1.f;
   int math, causal, decays, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.d, &p.order, &math, &causal, &decays, &expanded, &group, &p.b,
-                    &p.dv) == 10) {
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.d, &p.order, &math, &causal, &decays, &expanded, &group,
+                    &p.b, &p.dv) == 10) {
     if (p.dv == 0) p.dv = p.d;
     p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = decays ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
@@ -52,7 +52,9 @@ int main(int count, char**) {
     if (count > 1) {
       for (n = 1024; n <= 65536; n *= 8) {
         p.n = p.m = n;
-        std::printf("%d %d ", fit(kQuadraticAlgorithm, p, Direction::kBackward).head_dim, fit(kLinearAlgorithm, p, Direction::kBackward).head_dim);
+        for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kLinearAlgorithm}) {
+          std::printf("%d ", fit(*algorithm, p, Direction::kBackward).head_dim);
+        }
       }
       std::puts("");
       continue;
@@ -98,7 +100,7 @@ def crossing():
 
 @pytest.fixture(scope="module")
 def head_dims():
-    """Returns the head dims of the kernels that run a call, in pairs of quadratic and linear, at 1024, 8192 and 65536 tokens."""
+    """Returns the head dims of the kernels that run a call, quadratic and linear, at 1024, 8192 and 65536 tokens."""
     probe = compile_probe(PROBE)
 
     def run(call):

@@ -1,5 +1,6 @@
-"""Values wider than the kernels that run them (csrc/core/value_blocks.h): the blocks of a call on the host, and on a GPU the results
-of calls that have blocks. test_emulated_kernels.py runs blocks on the Hopper kernels, test_cost_model.py has the choice."""
+"""Values wider than the kernels that run them (csrc/core/value_blocks.h): the blocks of a call on the host, and on a GPU the
+results of calls that have blocks. test_emulated_kernels.py runs blocks on the Hopper kernels, test_cost_model.py has the
+choice."""
 
 import subprocess
 
@@ -26,12 +27,15 @@ using namespace fastmax;
 
 char v[4096], o[4096], g[4096], grad_o[4096], noise[4096], workspace[1 << 20], grad_q[4096], grad_k[4096];
 float lse[64], state[65536], sums[65536], z[64], decays[64];
-long long at(const void* x, const void* begin) { return x == nullptr ? -1 : static_cast<const char*>(x) - static_cast<const char*>(begin); }
+long long at(const void* x, const void* begin) {
+  return x == nullptr ? -1 : static_cast<const char*>(x) - static_cast<const char*>(begin);
+}
 bool in_workspace(const void* x) { return at(x, workspace) >= 0 && at(x, workspace) < (1 << 20); }
 
 namespace fastmax {  // in place of the runtime and of kernels
 void launch_add_rows(const AddRowsParams& p, cudaStream_t) {
-  const char* name = p.sum == grad_q ? "grad_q" : p.sum == grad_k ? "grad_k" : p.sum == decays ? "grad_log_decay" : "grad_k_sum";
+  const char* of_input = p.sum == grad_q ? "grad_q" : p.sum == grad_k ? "grad_k" : nullptr;
+  const char* name = of_input != nullptr ? of_input : p.sum == decays ? "grad_log_decay" : "grad_k_sum";
   std::printf("add %s (%d, %d, %d, %d)\\n", name, p.b, p.heads, p.tokens, p.columns);
 }
 constexpr Algorithm kLinearAlgorithm("linear"), kQuadraticAlgorithm("quadratic");
@@ -39,27 +43,30 @@ constexpr Algorithm kLinearAlgorithm("linear"), kQuadraticAlgorithm("quadratic")
 extern "C" {
 const char* cudaGetErrorString(cudaError_t) { return ""; }
 cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t) { return std::printf("zeros %zu\\n", bytes), cudaSuccess; }
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows, cudaMemcpyKind,
-                              cudaStream_t) {
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
+                              cudaMemcpyKind, cudaStream_t) {
   const bool reads = in_workspace(to);
   const void* given = reads ? from : to;
-  std::printf("%s column %lld: %zu of %zu bytes, %zu rows\\n", reads ? "read" : "write", given == lse ? 0 : at(given, state) / 4,
-              width, reads ? from_pitch : to_pitch, rows);
+  std::printf("%s column %lld: %zu of %zu bytes, %zu rows\\n", reads ? "read" : "write",
+              given == lse ? 0 : at(given, state) / 4, width, reads ? from_pitch : to_pitch, rows);
   return cudaSuccess;
 }
 }
 
 size_t fwd_bytes(const FwdParams& p) { return 1000 + p.dv; }
 size_t bwd_bytes(const BwdParams& p) { return 2000 + p.dv; }
+const char* whose(const void* x, const void* given, const char* other) {
+  return x == given ? "given" : x == nullptr ? "none" : other;
+}
 void fwd(const FwdParams& p, cudaStream_t) {
-  std::printf("forward of %d: v %lld, o %lld, noise %lld, z %d, lse %s, state of %d\\n", p.dv, at(p.v, v), at(p.o, o), at(p.noise, noise),
-              p.z == z, p.local_lse == lse ? "given" : p.local_lse == nullptr ? "none" : "copied", p.state.dv);
+  std::printf("forward of %d: v %lld, o %lld, noise %lld, z %d, lse %s, state of %d\\n", p.dv, at(p.v, v), at(p.o, o),
+              at(p.noise, noise), p.z == z, whose(p.local_lse, lse, "copied"), p.state.dv);
 }
 void bwd(const BwdParams& p, cudaStream_t) {
-  std::printf("backward of %d: v %lld, o %lld, grad_o %lld, grad_v %lld, grad_z %d, grad_q %s, grad_log_decay %s, k_sum's %s, adds %d\\n",
-              p.dv, at(p.v, v), at(p.o, o), at(p.grad_o, grad_o), at(p.grad_v, g), p.grad_z != nullptr,
-              p.grad_q == grad_q ? "given" : "own", p.grad_log_decay == decays ? "given" : p.grad_log_decay == nullptr ? "none" : "own",
-              p.state.grad_new_k_sum == sums ? "given" : p.state.grad_new_k_sum == nullptr ? "none" : "zeros", p.adds);
+  std::printf("backward of %d: v %lld, o %lld, grad_o %lld, grad_v %lld, grad_z %d, ", p.dv, at(p.v, v), at(p.o, o),
+              at(p.grad_o, grad_o), at(p.grad_v, g), p.grad_z != nullptr);
+  std::printf("grad_q %s, grad_log_decay %s, k_sum's %s, adds %d\\n", whose(p.grad_q, grad_q, "own"),
+              whose(p.grad_log_decay, decays, "own"), whose(p.state.grad_new_k_sum, sums, "zeros"), p.adds);
 }
 
 int main() {
@@ -79,7 +86,8 @@ int main() {
       f.state = {state, sums, state, sums, 15, 100};
       b.state = {state, sums, state, sums, state, sums, state, sums, 15, 100};
     }
-    std::printf("%d blocks, %d %d bytes\\n", value_blocks(f), fwd_workspace_bytes(kernels, f) > 1032, bwd_workspace_bytes(kernels, b) > 2032);
+    std::printf("%d blocks, %d %d bytes\\n", value_blocks(f), fwd_workspace_bytes(kernels, f) > 1032,
+                bwd_workspace_bytes(kernels, b) > 2032);
     launch_fwd(kernels, f, nullptr);
     launch_bwd(kernels, b, nullptr);
     b.adds = true;
@@ -118,7 +126,8 @@ def test_blocks_of_a_call():
 
     for first, count in columns:
         at, dv = 2 * first, min(32, 104 - first)
-        with_state += [copied("read", first, count), f"forward of {dv}: v {at}, o {at}, noise -1, z 1, lse none, state of {count}"]
+        with_state.append(copied("read", first, count))
+        with_state.append(f"forward of {dv}: v {at}, o {at}, noise -1, z 1, lse none, state of {count}")
         with_state.append(copied("write", first, count))
     for first, count in columns:
         at, dv = 2 * first, min(32, 104 - first)
@@ -150,7 +159,7 @@ def gpu(test):
 
 @pytest.fixture
 def in_blocks(capfd):
-    """Returns in_blocks(), the operators that ran on attention kernels since the last time: those with and those without blocks."""
+    """Returns in_blocks(), the operators that ran since the last time: those with value blocks and those without."""
 
     def found():
         lines = [line for line in capfd.readouterr().err.splitlines() if ", head_dim_qk " in line]

@@ -1,4 +1,4 @@
-// The cost model of algorithm="auto": whether the linear algorithm is faster, for both directions.
+// The cost model: whether the linear algorithm is faster, for algorithm="auto", and which head dim of kernels (value_blocks.h).
 #pragma once
 
 #include <algorithm>

@@ -9,10 +9,10 @@ Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches a
 
 Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h), of SplitHeadsParams and JoinHeadsParams
 (csrc/layer/layer.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1, a2, order, causal,
-left, right, dropout, math (MathMode), kernels_head_dim (by default one that holds all columns), sm_count (blocks of a persistent
-grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once; 1 and 2 the
-first or the last warp that can run, and all copies and products late; from 3 on at random. Of the layer: heads, kv_heads, head_dim, q_eps, k_eps, eps, and float_convolution and
-float_norm, which say that weights are float32.
+left, right, dropout, math (MathMode), kernels_head_dim (by default one that holds all columns), sm_count (blocks of a
+persistent grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once;
+1 and 2 the first or the last warp that can run, and all copies and products late; from 3 on at random. Of the layer: heads,
+kv_heads, head_dim, q_eps, k_eps, eps, and float_convolution and float_norm, which say that weights are float32.
 """
 
 from __future__ import annotations
