@@ -34,21 +34,37 @@ void launch_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int 
   check_cuda(cudaGetLastError(), name);
 }
 
+template <class Kernel, class... Args>
+void launch_with(cudaLaunchAttribute attribute, const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes,
+                 cudaStream_t stream, const Args&... args) {
+  if (smem_bytes > 0) allow_shared_memory(name, reinterpret_cast<const void*>(kernel), smem_bytes);
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args...);
+  check_cuda(cudaGetLastError(), name);  // also clears the error
+}
+
+// Like launch_kernel, in clusters of `cluster` blocks that follow each other in x. From compute capability 9.0 on.
+template <class Kernel, class... Args>
+void launch_clusters(const char* name, Kernel kernel, dim3 grid, int cluster, int threads, int smem_bytes, cudaStream_t stream,
+                     const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  launch_with(attribute, name, kernel, grid, threads, smem_bytes, stream, args...);
+}
+
 // Like launch_kernel, for kernels whose threads all call ptx::wait_for_earlier_kernels() before they access global memory.
 // Their blocks start as soon as the blocks of the previous kernel have ended, without waiting for its memory flush. From
 // compute capability 9.0 on.
 template <class Kernel, class... Args>
 void launch_waiting_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
                            const Args&... args) {
-  if (smem_bytes > 0) allow_shared_memory(name, reinterpret_cast<const void*>(kernel), smem_bytes);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args...);
-  check_cuda(cudaGetLastError(), name);  // also clears the error
+  launch_with(attribute, name, kernel, grid, threads, smem_bytes, stream, args...);
 }
 #endif
 

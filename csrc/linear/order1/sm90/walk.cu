@@ -5,9 +5,9 @@
 //   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
 //   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
 //
-// A segment of x is shared by a group of `a.group` blocks. Each adds all rows of the segment to its copy of the state, in tiles of 64, and
-// computes the result of every a.group-th tile, its own tiles. The blocks of a group read the same rows at about the same time, from the L2
-// cache. In a block the roles of warps communicate by rings alone:
+// A segment of x is shared by a group of `a.group` blocks, one or (head dim 64) two, which are a cluster. Each adds all rows of the segment to its copy of
+// the state, in tiles of 64, and computes the result of every a.group-th tile, its own tiles. Of two blocks one loads y and the other w, for
+// both. In a block the roles of warps communicate by rings alone:
 //
 //   warp 0           fills a ring with tiles of y and w, and another one with the block's own tiles of x
 //   warps 1, 2       sums of y and of w, as vectors
@@ -70,6 +70,7 @@ struct WalkTileSm90 {
   static constexpr int kThreads = 512;
   static constexpr bool kTwoX = kPair || kDivides, kThreeX = kWalk == Walk::kGradQ && kShortens;
   static constexpr int kStages = kHeadDim == 64 ? (kThreeX ? 6 : 8) : (kPair || kThreeX ? 3 : 4);
+  static constexpr int kMaxGroup = kHeadDim == 64 ? 2 : 1;  // blocks that share a segment
   // Even: of two warpgroups that take turns each has stages of its own. Of a stage that both read, one would take the parity of the
   // phase before last for its own.
   static constexpr int kXStages = kHeadDim == 64 ? 4 : 2;
@@ -241,14 +242,40 @@ __device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int 
   return sum;
 }
 
-// Starts the loads of a stage: y, w and the coefficients of their rows.
+// The ring of y and w. Of a group of two blocks a stage is filled in both at once, after the readers in both have released it.
+//
+// Either block expects all bytes of a stage, its own tile and the other block's. The other block's tile may come first: the phase goes on
+// until the own producer has arrived, and is the right one, since the other producer has waited for the readers here. Producers go over the
+// same stages in the same order, so the one that is behind waits for nothing but readers of stages that both have filled: no deadlock.
+// Blocks end together (the kernel), or a release would arrive at a block that has ended.
+template <int kStages, int kMaxGroup>
+struct GroupRing : Ring<kStages> {
+  const int group;
+  uint32_t other = 0;  // the other block's barriers, as a ptx::cluster_address
+
+  __device__ __forceinline__ GroupRing(uint32_t barriers, int group, int rank) : Ring<kStages>(barriers), group(group) {
+    if (kMaxGroup > 1 && group > 1) other = ptx::cluster_address(barriers, 1 - rank);
+  }
+  __device__ __forceinline__ void release(RingPosition at, int lane) const {
+    Ring<kStages>::release(at, lane);
+    if constexpr (kMaxGroup > 1) ptx::mbarrier_arrive_in_cluster_if(other + 16 * at.stage + 8, lane == 0 && group > 1);
+  }
+};
+
+// Starts a block's loads of a stage: y, w and the coefficients of their rows; of a group of two y or w, and the coefficients.
 template <int kHeadDim, class Scales, class Args>
 __device__ __forceinline__ void load_rows(const Args& a, const CUtensorMap& y_map, const CUtensorMap& w_map, uint32_t stage, uint32_t scales,
-                                          uint32_t barrier, int token, int head, int batch) {
+                                          uint32_t barrier, int token, int head, int batch, int rank, int group) {
   using RowTile = RowTileSm90<kHeadDim>;
   ptx::mbarrier_arrive_expect(barrier, 2 * RowTile::kBytes + Scales::kBytes);
-  RowTile::load(stage, y_map, barrier, token, head, batch);
-  RowTile::load(stage + RowTile::kBytes, w_map, barrier, token, head, batch);
+  if (group == 1) {
+    RowTile::load(stage, y_map, barrier, token, head, batch);
+    RowTile::load(stage + RowTile::kBytes, w_map, barrier, token, head, batch);
+  } else if (rank == 0) {
+    RowTile::load_to_blocks(stage, y_map, barrier, token, head, batch, 3);
+  } else {
+    RowTile::load_to_blocks(stage + RowTile::kBytes, w_map, barrier, token, head, batch, 3);
+  }
   if constexpr (Scales::kTiles > 0) {
     const int64_t y_head = int64_t{batch} * a.state_heads * a.y_group + head;
     const auto load = [&](int tile, const RowScale& scale) {
@@ -286,7 +313,7 @@ struct WalkBlock {
   const Args& a;
   const uint32_t& stages_at;
   char* const shared;  // dynamic shared memory; stages_at lies in it
-  const Ring<kStages>& ring;
+  const GroupRing<kStages, Tile::kMaxGroup>& ring;
   const Ring<kXStages>& x_ring;
   const Ring<kStateBarriers>& states;
   const Ring<kVectors>& vectors;
@@ -294,7 +321,7 @@ struct WalkBlock {
   const int &group, &rank;  // blocks that share a segment, and which of them this one is
   const int &head_index, &batch, &x_head, &kv_head;
   const int& first_row;
-  const int &own, &count;  // the block's own tiles of x; tiles of the segment up to the last of these
+  const int &own, &count;  // the block's own tiles of x; all tiles of the segment
   const int& y_group;      // stages of a tile: heads of y that share a state
   const float* const& before;  // the sums before the segment; null: nothing is
 
@@ -310,8 +337,7 @@ __device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map
   const auto& a = b.a;
   for (int j = 0; j < b.count; ++j) {
     const int row = b.first_row + j * kTileRows;
-    const bool is_own = j % b.group == b.rank;
-    if (is_own) {
+    if (j % b.group == b.rank) {
       const RingPosition at = RingPosition::of<Block::kXStages>(j / b.group);
       const uint32_t x = b.stages_at + Tile::kX + at.stage * Tile::kXBytes;
       const int token = tile_token(a, a.nx, row);
@@ -326,8 +352,7 @@ __device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map
       b.ring.wait_until_empty(at);
       load_rows<Block::kDim, typename Block::Scales>(a, y_map, w_map, b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage),
                                              b.ring.full(at), tile_token(a, a.ny, a.y_row(a.boundary + row)),
-                                             b.kv_head * b.y_group + i, b.batch);
-      if (!is_own) ptx::mbarrier_arrive_many(b.ring.empty(at), Tile::kResultWarps);
+                                             b.kv_head * b.y_group + i, b.batch, b.rank, b.group);
     }
   }
 }
@@ -723,35 +748,35 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides, kShort
   using Tile = typename Block::Tile;
   extern __shared__ char shared[];
   const uint32_t stages_at = first_tile(shared);
-  const Ring<Tile::kStages> ring(stages_at + Tile::kBarriers);
   const Ring<Tile::kXStages> x_ring(stages_at + Tile::kXBarriers);
   const Ring<Tile::kStateBarriers> states(stages_at + Tile::kStateRing);
   const Ring<Tile::kVectors> vectors(stages_at + Tile::kVectorBarriers);
   const int warp = warp_index(), lane = lane_index(), warpgroup = warp / 4, w4 = warp % 4;
 
-  const int group = a.group, rank = blockIdx.x % group, x_heads = a.state_heads * a.x_group, heads = a.batch * x_heads;
+  const int group = Tile::kMaxGroup > 1 ? a.group : 1, rank = blockIdx.x % group, x_heads = a.state_heads * a.x_group, heads = a.batch * x_heads;
   const int head_index = blockIdx.x / group % heads, segment = blockIdx.x / group / heads;
   const int batch = head_index / x_heads, x_head = head_index % x_heads, kv_head = x_head / a.x_group;
   const int first_row = segment * a.segment;
   const int tiles = (min(a.segment, a.nx - first_row) + kTileRows - 1) / kTileRows;
   const int own = tiles > rank ? (tiles - 1 - rank) / group + 1 : 0;  // tile `rank` and every group-th behind it
-  const int count = own > 0 ? rank + (own - 1) * group + 1 : 0;
   const int y_group = Tile::kPair ? a.y_group : 1;
   const int part = a.part_before(segment);
   const float* before =
       part < 0 ? nullptr
                : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim, kHeadDim);
+  const GroupRing<Tile::kStages, Tile::kMaxGroup> ring(stages_at + Tile::kBarriers, group, rank);
   const Block block{a, stages_at, shared, ring, x_ring, states, vectors, lane, w4, group, rank, head_index, batch, x_head, kv_head,
-                    first_row, own, count, y_group, before};
+                    first_row, own, tiles, y_group, before};
 
   if (threadIdx.x == 0) {
-    ring.init(4 + 2 + Tile::kResultWarps);
+    ring.init(group * (4 + 2) + Tile::kResultWarps);  // results of a tile are of one of the blocks
     x_ring.init(Tile::kResultWarps);
     states.init(Tile::kResultWarps, 4);
     vectors.init(Tile::kResultWarps, 2);
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  if (group == 1) __syncthreads();
+  else ptx::cluster_sync();
 
   if (warpgroup == 0) {
     if constexpr (kHeadDim == 128) ptx::fewer_registers<Tile::kProducerRegisters>();
@@ -776,6 +801,7 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides, kShort
       ResultConsumer<Block, false>{block, g, t, tile_row}.run(consumer, 2);
     }
   }
+  if (group > 1) ptx::cluster_sync();  // the other block arrives at barriers here
 }
 
 template <int kHeadDim, class Scales_>
@@ -820,7 +846,8 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
       ring.wait_until_empty(at);
       load_rows<kHeadDim, Scales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes,
                                    stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes, ring.full(at), tile_token(a, a.ny, row),
-                                   state_index % a.state_heads * a.y_group + i % a.y_group, state_index / a.state_heads);
+                                   state_index % a.state_heads * a.y_group + i % a.y_group, state_index / a.state_heads, /*rank=*/0,
+                                   /*group=*/1);
     }
   } else if (warp == 1 || warp == 2) {
     const bool of_y = warp == 1;
@@ -858,13 +885,14 @@ CUtensorMap rows_map(const View& x, const Linear1Problem& p, int heads, int toke
 template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens, class Args>
 void launch(const char* name, const Args& a, const View& x2, int x2_columns, const View& x3, cudaStream_t stream) {
   using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides, kShortens>;
+  if (a.group > Tile::kMaxGroup) throw std::logic_error("fastmax: linear1: groups of more blocks than a cluster has");
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.y_columns), x2_map = rows_map(x2, a, x_heads, a.nx, x2_columns);
   const CUtensorMap x3_map = Tile::kThreeX ? rows_map(x3, a, x_heads, a.nx, a.w_columns) : x_map;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
-  launch_kernel(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, kShortens, Args>,
-                grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), Tile::kThreads, Tile::kSharedBytes, stream, x_map, x2_map, x3_map,
-                y_map, w_map, a);
+  launch_clusters(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, kShortens, Args>,
+                  grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), a.group, Tile::kThreads, Tile::kSharedBytes, stream, x_map,
+                  x2_map, x3_map, y_map, w_map, a);
 }
 
 template <int kHeadDim>
