@@ -189,7 +189,7 @@ CASES = [
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
     # Short sequences: intra-chunk tiles that no row sees are passed over.
-    Case("linear", "linear2_sm90", 900, 900, 64, h=4, hk=2, packed=(*range(0, 900, 37), 900), backward=False, schedules=1),
+    Case("linear", "linear2_sm90", 900, 900, 64, h=4, hk=2, packed=(*range(0, 900, 37), 900), schedules=1),
     # A walk of more stages than the ring of the state kernel has, with several snapshots.
     Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1, decay="ordinary", schedules=1),
     Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, multiprocessors=8),  # a state in eight blocks, not four

@@ -836,7 +836,9 @@ struct GradConsumer {
         add_tile<false, PairFactors::kOne>(y_tile);
       } else {
         if constexpr (kDecayBytes != 0) c.b.ring.wait_until_full(c.at), c.loads.load_stage();
-        if (is_fully_decayed(first_x, y_decay(y_tile).sum(kLastOfTile<kBack>))) skip_tile();
+        const bool is_skipped = is_fully_decayed(first_x, y_decay(y_tile).sum(kLastOfTile<kBack>));
+        if constexpr (kDecayBytes != 0) ptx::fence_proxy_async();  // for the load above (pipeline.h)
+        if (is_skipped) skip_tile();
         else if constexpr (kDecays) add_tile<false, PairFactors::kRowsAndColumns>(y_tile);
         else if (is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile))) add_tile<false, PairFactors::kOne>(y_tile);
         else add_tile<false, PairFactors::kPairs>(y_tile);
