@@ -42,15 +42,16 @@ struct Sequence {
   int boundary;  // virtual row that x row 0 sees last, less the lag
   bool causal;
   Time time;
+  int lag;       // of states
 
   // before: y rows that x row 0 sees before its own; 0 where not causal. lag: of states, only where causal.
   static Sequence dense(int nx, int ny, bool causal, int before, Time time, int lag = 0) {
     const int boundary = round_up(causal ? before > lag ? before - lag : 0 : ny, kBoundary);
-    return {nx, ny, causal ? boundary + lag - before : 0, boundary, causal, time};
+    return {nx, ny, causal ? boundary + lag - before : 0, boundary, causal, time, lag};
   }
 
   // As many rows of y as of x, after a carried state. A pad takes the place of the state's tokens, so that the first chunk reads a state.
-  static Sequence after_state(int n, Time time) { return {n, n, kBoundary, kBoundary, true, time}; }
+  static Sequence after_state(int n, Time time) { return {n, n, kBoundary, kBoundary, true, time, 0}; }
 
   // The y row of a virtual row; negative in the pad.
   __host__ __device__ int y_row(int virtual_row) const { return virtual_row - pad; }

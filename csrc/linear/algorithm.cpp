@@ -56,8 +56,10 @@ constexpr Kernels kFromState[] = {
 constexpr Kernels kOfShortened[] = {kLinear[1]};
 constexpr Kernels kExactWindow[] = {
     {"linear2_window_sm90", linear2_window_sm90_covers, sm90_rates,
-     [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); }, /*bwd_workspace_bytes=*/nullptr,
-     [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); }, /*bwd=*/nullptr},
+     [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); },
+     [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm90); },
+     [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); }},
 };
 #endif
 

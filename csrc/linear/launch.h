@@ -159,50 +159,63 @@ struct Coefficients {
 struct BwdInputs : Inputs {
   View g;      // (b, h, n, dv)
   RowScale e;  // (b, h, n)
+  RowScale shift;  // with an exact window, likewise
 };
 
 // Inputs of a backward. g and e are computed into the workspace; where the call brings both, e is copied there.
 struct PreparedInputs {
   WidenedInputs widened;
   View g;
-  float* e;
-  int64_t e_head, e_pad;
+  float *e, *shift = nullptr;
+  int64_t e_head, e_pad, e_tail;
 
   // The e of a head end at a multiple of kBoundary, with zeros before them: tiles of reversed rows, counted from the last row, then begin
-  // at multiples of their size. e_rows: the least number of e per head. g_in_grad_q: g is in the memory of grad_q.
+  // at multiples of their size. Where states lag, tiles begin behind the last row too: zeros follow the e of a head, and precede the first.
+  // e_rows: the least number of e per head. g_in_grad_q: g is in the memory of grad_q.
   PreparedInputs(const BwdParams& p, Workspace& w, int e_rows = 0, bool g_in_grad_q = false)
-      : widened(p, w), e_head(round_up(std::max(p.n, e_rows), kBoundary)), e_pad(e_head - p.n) {
+      : widened(p, w),
+        e_head(round_up(std::max(p.n, e_rows), kBoundary)),
+        e_pad(e_head - p.n),
+        e_tail(round_up(state_lag(p.exact_window), kBoundary)) {
+    e_head += e_tail;
     if (p.has_gradients_of_sums()) g = view(p.g, p.g_stride);
     else if (g_in_grad_q) g = view(p.grad_q, p.grad_q_stride);
     else g = contiguous(w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p)), p.h, p.n, p.dv);
-    e = w.take<float>(int64_t{p.b} * p.h * e_head);
+    const int64_t count = int64_t{p.b} * p.h * e_head + (e_tail > 0 ? e_tail + e_pad : 0);
+    e = w.take<float>(count);
+    if (p.exact_window > 0) shift = w.take<float>(count);
   }
 
   BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
     const Inputs in = widened.fill(p, stream);
     const int64_t heads = int64_t{p.b} * p.h;
-    if (e_pad > 0) {
-      check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), heads, stream), "linear_prepare");
+    const int64_t gap = e_tail + e_pad;  // before the e of each head
+    if (gap > 0) {
+      for (float* rows : {e, shift}) {
+        if (rows == nullptr) continue;
+        check_cuda(cudaMemset2DAsync(rows, e_head * sizeof(float), 0, gap * sizeof(float), heads + (e_tail > 0 ? 1 : 0), stream),
+                   "linear_prepare");
+      }
     }
     if (!p.has_gradients_of_sums()) {
-      prepare(p, g, e + e_pad, e_head, stream);
+      prepare(p, g, e + gap, e_head, stream, shift == nullptr ? nullptr : shift + gap);
     } else {
-      check_cuda(cudaMemcpy2DAsync(e + e_pad, e_head * sizeof(float), p.e, p.n * sizeof(float), p.n * sizeof(float), heads,
+      check_cuda(cudaMemcpy2DAsync(e + gap, e_head * sizeof(float), p.e, p.n * sizeof(float), p.n * sizeof(float), heads,
                                    cudaMemcpyDeviceToDevice, stream),
                  "linear_prepare");
     }
-    return {in, g, {e + e_pad, e_head, 1}};
+    return {in, g, {e + gap, e_head, 1}, {shift == nullptr ? nullptr : shift + gap, e_head, 1}};
   }
 
-  // e: heads e_head apart.
-  static void prepare(const BwdParams& p, const View& g, float* e, int64_t e_head, cudaStream_t stream) {
+  // e, shift: heads e_head apart.
+  static void prepare(const BwdParams& p, const View& g, float* e, int64_t e_head, cudaStream_t stream, float* shift = nullptr) {
     PrepareArgs a{};
     a.batch = p.b, a.heads = p.h, a.n = p.n, a.dv = p.dv;
     a.grad_o = view(p.grad_o, p.grad_o_stride), a.o = view(p.o, p.o_stride);
     a.noise = view(p.noise, p.noise_stride);
     a.dropout = p.dropout;
     a.z = p.z, a.grad_z = p.grad_z;
-    a.g = g, a.e = e, a.e_head = e_head;
+    a.g = g, a.e = e, a.e_head = e_head, a.shift = shift;
     dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(a, stream); });
   }
 };

@@ -82,7 +82,7 @@ struct LinearProblem : ChunkedSequence {
   // Groups that cover what the rows of x see last too, of which blocks of kernels have up to 256.
   int groups_of_all() const {
     const int missing = round_up(nx, 256) - nx;
-    return std::max(groups(), (std::max(y_end(), boundary + nx) + missing + kBoundary - 1) / kBoundary);
+    return std::max(groups(), (std::max(y_end(), boundary + lag + nx) + missing + kBoundary - 1) / kBoundary);
   }
   // Order 1: parts before the boundary (lead parts), then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
@@ -166,6 +166,11 @@ struct GradArgs : LinearProblem {
   bool adds;               // adds to out
   float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
   RowOutput pair_sums;     // with decays: sum f(x.y) (x2.y2 + e), without a lag without the pair of a row with its own token
+  // An exact window, as in ReadArgs. Local pairs have local_slope 2^(local_scale x.y - shift) in place of the derivative of f, with the
+  // shift of their query (PrepareArgs): of the x rows or of the y rows, as e.
+  int window;
+  float local_scale, local_slope;
+  RowScale x_shift, y_shift;
 };
 
 // Preparation of a state pass with decays. Multiplies w and e (null: ones) of every row by the row's decay until the end of its chunk,
@@ -188,7 +193,6 @@ struct DecayTilesArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  int state_lag;  // with an exact window; else 0
   DecayTile *tiles, *x_tiles;  // Decay
   // For the state pass; null: only the tiles are wanted.
   float* factors;   // [state], e_head apart: decay of every virtual row of y until its chunk's end; 0 where there is no row
@@ -244,6 +248,12 @@ struct PrepareArgs {
   View g;               // written
   float* e;             // [batch][head], heads e_head apart
   int64_t e_head;
+  // With an exact window, like e; else null. z is then the logarithm of the sum, and g and e are relative to 2^exponent, which is the
+  // sum where that is between kLeastExponent and kLargestExponent. It is kLargestExponent where the sum is larger, and global keys have
+  // no weight, or smaller, and they are fully decayed: g and e then come to nothing in their products with f. Weights of local keys are
+  // exact, relative to 2^shift: the sum over 2^exponent.
+  float* shift;
+  static constexpr float kLeastExponent = -100.f, kLargestExponent = 80.f;
 };
 
 // Copies of k and v with zeros in masked rows, and counts of the other rows (RowCounts).

@@ -18,10 +18,18 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
   const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
   const int64_t row = int64_t{head_index} * a.n + i;
   const int lane = threadIdx.x % kLanes;
-  float e = 0.f;
+  float e = 0.f, inverse = 0.f;
   if (i < a.n) {
     const int batch = head_index / a.heads, head = head_index % a.heads;
-    const float z = a.z[row], inverse = z == 0.f ? 0.f : 1.f / z;
+    const float z = a.z[row];
+    inverse = z == 0.f ? 0.f : 1.f / z;
+    if (a.shift != nullptr) {
+      const float sum = 1.4426950408889634f * z;
+      const float exponent = sum < PrepareArgs::kLeastExponent || sum > PrepareArgs::kLargestExponent ? PrepareArgs::kLargestExponent : sum;
+      const bool is_empty = z == -INFINITY;  // no key is visible
+      inverse = is_empty ? 0.f : exp2f(-exponent);
+      if (lane == 0) a.shift[head_index * a.e_head + i] = is_empty ? 0.f : sum - exponent;
+    }
     G* g_row = const_cast<G*>(head_pointer<G>(a.g, batch, head)) + i * a.g.token;
     const auto load = [&](In(&dst)[kVector], const View& v, int c) {
       *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(head_pointer<In>(v, batch, head) + i * v.token + c);
@@ -54,7 +62,8 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
 #pragma unroll
   for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
   if (i < a.n && lane == 0) {
-    if (a.grad_z != nullptr && a.z[row] != 0.f) e += a.grad_z[row];
+    if (a.grad_z != nullptr && a.shift != nullptr) e += a.z[row] == -INFINITY ? 0.f : inverse * a.grad_z[row];
+    else if (a.grad_z != nullptr && a.z[row] != 0.f) e += a.grad_z[row];
     a.e[head_index * a.e_head + i] = e;
   }
 }

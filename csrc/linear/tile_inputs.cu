@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const Dec
     DecayTile& x_tile = a.x_tiles[state * a.decay.tile_count + row / kDecayTile];
     const WalkSum of_x = WalkSum::of(a, a.decay.at_x_row(a, state, y_row));
     if (a.x_tiles != a.tiles) x_tile.sums[in_tile] = of_x.g;
-    const int first_of_x = a.decay.origin + a.state_lag;  // what row 0 of x sees last
-    x_tile.since_chunk[in_tile] = row < first_of_x ? 0.f : exp2f(of_x.since(of_edge(a.decay.edge_at(a, row - a.state_lag))));
+    const int first_of_x = a.decay.origin + a.lag;  // what row 0 of x sees last
+    x_tile.since_chunk[in_tile] = row < first_of_x ? 0.f : exp2f(of_x.since(of_edge(a.decay.edge_at(a, row - a.lag))));
   }
   if (a.factors == nullptr) return;
 

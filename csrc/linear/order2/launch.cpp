@@ -252,6 +252,7 @@ struct Passes {
     a.x2 = part.x(a.x2);
     a.y = part.y(a.y), a.y2 = part.y(a.y2);
     a.x_scale = part.x_rows(a.x_scale), a.y_scale = part.y_rows(a.y_scale);
+    a.x_shift = part.x_rows(a.x_shift), a.y_shift = part.y_rows(a.y_shift);
     a.pair_sums = part.x_rows(a.pair_sums);
     return a;
   }
@@ -358,20 +359,20 @@ struct DecayedRows {
     (plan.whole.time == Time::kForward ? decay.x_lag : decay.y_lag) = p.lag;
     decay.origin = plan.whole.boundary, decay.carries = carries, decay.chunks = plan.whole.chunks;
     decay.bounds_alone = p.log_decay == nullptr;
-    if (by_tiles) fill_tiles(p, plan, state_lag(p.exact_window), sums_rows, decay, a, stream);
+    if (by_tiles) fill_tiles(p, plan, sums_rows, decay, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
     return decay;
   }
 
  private:
-  void fill_tiles(const Problem& p, const StatePlan& plan, int lag, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
+  void fill_tiles(const Problem& p, const StatePlan& plan, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
     const LinearProblem& problem = plan.whole;
     decay.tiles = tiles, decay.x_tiles = x_tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
     DecayTilesArgs args{};
     static_cast<LinearProblem&>(args) = problem;
     args.decay = decay;
     args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
-    args.state_lag = lag, args.tiles = tiles, args.x_tiles = x_tiles;
+    args.tiles = tiles, args.x_tiles = x_tiles;
     if (sums_rows) {
       args.factors = factors + problem.first_token_at(), args.e_head = int64_t{problem.groups()} * kBoundary;
       args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + problem.first_token_at();
@@ -431,13 +432,13 @@ LinearProblem query_problem(const FwdParams& p, const StateSizes& sizes, bool sa
   return make_problem_after_state(p, s, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, state_alone);
 }
 LinearProblem query_problem(const BwdParams& p, const StateSizes& sizes) {
-  if (!p.has_state()) return make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+  if (!p.has_state()) return make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, state_lag(p.exact_window));
   return make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, !p.wants_grad_q());
 }
 // Keys that see queries, over reversed rows.
 LinearProblem key_problem(const BwdParams& p, const StateSizes& sizes, bool saves_states) {
   const StateSizes s = with_saved_chunk(sizes, saves_states);
-  if (!p.has_state()) return make_problem(p, s, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
+  if (!p.has_state()) return make_problem(p, s, p.hk, p.h, p.m, p.n, 0, Time::kBackward, state_lag(p.exact_window));
   const bool state_alone = !saves_states && !p.wants_grad_kv();
   return make_problem_after_state(p, s, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, state_alone);
 }
@@ -613,6 +614,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_q.adds = p.adds;
   grad_q.c0 = f.c0;
   grad_q.pair_sums = {pairs.by_query, p.n, 1};
+  grad_q.window = p.exact_window, grad_q.local_scale = f.local, grad_q.local_slope = p.scale;
+  grad_q.x_shift = in.shift;
 
   const CarriedGradients& c = p.state;
   const auto fill_grad_q = [&] {
@@ -652,6 +655,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.adds = p.adds;
   grad_k.c0 = f.c0;
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
+  grad_k.window = p.exact_window, grad_k.local_scale = f.local, grad_k.local_slope = p.scale;
+  grad_k.y_shift = in.shift;
 
   Passes suffix_passes{p, kernels, plan.suffixes, plan.buffers, suffix_decay, stream};
   suffix_passes.carry = {{c.grad_new_kv_state, c.grad_new_k_sum, c.grad_kv_state, c.grad_k_sum, c.d, c.dv},

@@ -18,7 +18,7 @@
 // of pairs are added.
 //
 // The second moment needs no tiles of pairs: sum e y y^T is one product. Intra-chunk: scores and x2 . y2 by two products, whose weights are
-// operands of the next two in registers.
+// operands of the next two in registers. With an exact window states lag, and the last of these tiles have local pairs (window.h).
 //
 // Roles: a producer thread fills a ring of stages, two consumer warpgroups compute. With grad_v, the consumers issue the loads themselves.
 
@@ -32,6 +32,7 @@
 #include "linear/order2/features.h"
 #include "linear/order2/sm90/hopper_walk.h"
 #include "linear/order2/sm90/kernels.h"
+#include "linear/order2/sm90/window.h"
 
 namespace fastmax {
 namespace {
@@ -64,7 +65,9 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
   static constexpr int kQueueBytes = grads_with_values_sm90(kHeadDim) ? kWarps * SourceQueue::kBytes : 0;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kQueueBytes;
+  // With an exact window: the shifts of the rows of y of each stage. For wide heads they are read from memory.
+  static constexpr int kShifts = kQueues + kQueueBytes, kShiftBytes = kIsWide ? 0 : kScaleBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kShifts + kStages * kShiftBytes;
   static_assert(kBarriers % 16 == 0 && kQueues % 16 == 0, "barriers and sources are aligned");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
 };
@@ -76,19 +79,20 @@ struct GradMaps {
 // What all roles of a block share: the arguments, the layout of shared memory, and the loads of tiles. A stage holds two tiles of a
 // snapshot, or for the intra-chunk part a tile of y and one of y2, the y heads of a state in turn. Members are references to variables of
 // the kernel: the compiler then allocates registers as for lambdas.
-template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
+// kWindow: with an exact window.
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind, bool kWindow_>
 struct GradBlock {
   using Tile = GradTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
-  static constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
+  static constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues, kWindow = kWindow_;
   static constexpr bool kHasDecay = kDecayKind != DecayKind::kNone, kSumsPairs = kDecayKind == DecayKind::kDecaysAndSums;
   static constexpr bool kDecays = kDecayKind == DecayKind::kDecays || kSumsPairs;
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
-  static constexpr int kDecayBytes = kHasDecay ? Tile::kDecayBytes : 0;
+  static constexpr int kDecayBytes = kHasDecay ? Tile::kDecayBytes : 0, kShiftBytes = kWindow && kBack ? Tile::kShiftBytes : 0;
 
   const GradMaps& maps;
   const GradArgs& a;
-  const ItemsOfRows& items;
+  const ItemsOf<kWindow>& items;
   const uint32_t &stages_at, &x_at, &scales_at, &x_full;
   const Ring<kStages>& ring;
   const int &warp, &lane, &warpgroup;
@@ -114,7 +118,7 @@ struct GradBlock {
     const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
     const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + kDecayBytes);
+    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + kDecayBytes + kShiftBytes);
     if constexpr (kDecayBytes != 0) {
       const int64_t state = int64_t{batch} * a.state_heads + first_y_head / a.y_group;
       ptx::bulk_load(stages_at + Tile::kYDecay + at.stage * kDecayBytes, decay_tile_at(a, state, token), kDecayBytes, ring.full(at));
@@ -125,6 +129,13 @@ struct GradBlock {
       ptx::bulk_load(scales_at + at.stage * kScaleBytes,
                      tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * a.y_group + y_head, token), kScaleBytes, ring.full(at));
     }
+    if constexpr (kShiftBytes != 0) {
+      ptx::bulk_load(shifts(at), tile_scales(a.y_shift, a.ny, int64_t{batch} * a.state_heads * a.y_group + y_head, token), kShiftBytes,
+                     ring.full(at));
+    }
+  }
+  __device__ __forceinline__ uint32_t shifts(RingPosition at) const {
+    return static_cast<uint32_t>(stages_at + Tile::kShifts + at.stage * kShiftBytes);
   }
 
   // The buffers of x and x2, their decays and their barrier, of this thread's warpgroup.
@@ -133,6 +144,11 @@ struct GradBlock {
     return static_cast<uint32_t>(stages_at + Tile::kXDecay + (kWarpgroups * buffer + warpgroup) * kDecayBytes);
   }
   __device__ __forceinline__ uint32_t x_barrier(int buffer) const { return x_full + 8 * (kWarpgroups * buffer + warpgroup); }
+
+  // The last row of y, less the lag of states, that the first row of the warpgroup's tile of x sees.
+  __device__ __forceinline__ int last_seen(const ItemsOfRows::Item& item) const {
+    return a.seen_end(item.row + warpgroup * kTileRows) + (kWindow ? a.lag : 0);
+  }
 
   // Loads x and x2 of a work tile; count: how many tiles the block had before. By one thread of the warpgroup.
   __device__ __forceinline__ void load_x(int index, int count) const {
@@ -146,7 +162,7 @@ struct GradBlock {
     ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kDecayBytes);
     if constexpr (kDecayBytes != 0) {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-      ptx::bulk_load(x_decay_at(buffer), x_decay_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows)), kDecayBytes, barrier);
+      ptx::bulk_load(x_decay_at(buffer), x_decay_tile(a, state, last_seen(item)), kDecayBytes, barrier);
     }
     RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
     RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
@@ -285,9 +301,9 @@ struct Star {
 };
 
 // A consumer: one of the two warpgroups that compute, each for its 64 rows of every work tile of the block.
-template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind, bool kWindow>
 struct GradConsumer {
-  using Block = GradBlock<kHeadDim, kGrads, kDecayKind>;
+  using Block = GradBlock<kHeadDim, kGrads, kDecayKind, kWindow>;
   using Tile = typename Block::Tile;
   using RowTile = typename Block::RowTile;
   using Rows = Operand<RowTile>;
@@ -376,9 +392,10 @@ struct GradConsumer {
     return b.items.at(a, blockIdx.x + ptx::keep_in_register(tile.count) * gridDim.x);
   }
 
-  __device__ __forceinline__ void load_x_e(const Item& item, float (&x_e)[2]) const {
+  // A number per row of x: e or shift.
+  __device__ __forceinline__ void load_x_scales(const RowScale& scales, const Item& item, float (&x_e)[2]) const {
     if (kBack) return;
-    const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
+    const float* e = scales.data + item.x_head_index * scales.head;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int x_row = item.row + b.warpgroup * kTileRows + row + 8 * r;
@@ -434,7 +451,7 @@ struct GradConsumer {
     auto& grad = tile.grad;
     auto& values = tile.values;
     auto& x_e = tile.x_e;
-    load_x_e(item, x_e);
+    load_x_scales(a.x_scale, item, x_e);
     b.ring.wait_until_full(at), loads.load_state_stage();
     const Rows x_operand(tile.x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
     float m[kHeadDim / 2];
@@ -700,7 +717,7 @@ struct GradConsumer {
       return SharedDecayTile{b.x_decay_at(static_cast<int>(ptx::keep_in_register(tile.count)) % Tile::kXBuffers)};
     } else {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-      return GlobalDecayTile{x_decay_tile(a, state, a.seen_end(item.row + b.warpgroup * kTileRows))};
+      return GlobalDecayTile{x_decay_tile(a, state, b.last_seen(item))};
     }
   }
 
@@ -742,6 +759,7 @@ struct GradConsumer {
     const Rows x_operand, x2_operand;
     bool releases = false;  // the stage before, which is not released yet
     RingPosition before;
+    int y_head = 0;  // of those of a state, of a tile with local pairs
 
     __device__ __forceinline__ IntraChunk(GradConsumer& c, const WorkTile& tile, const Item& item, const WalkSum (&x_sums)[2], float (&pairs)[2])
         : c(c), tile(tile), item(item), x_sums(x_sums), pairs(pairs), x_operand(tile.x), x2_operand(x_operand.behind(kTileBytes)) {}
@@ -764,12 +782,7 @@ struct GradConsumer {
       const uint32_t y_e = c.b.scales_at + c.at.stage * kScaleBytes;
       float s[32], p[32];
       uint32_t slopes[16], weights[kValues ? 16 : 1];
-      wgmma_fence();
-      Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
-#pragma unroll
-      for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
-      multiply_x2<Scores>(p, tile, x2_operand, y2);
-      wgmma_commit();
+      begin_products(s, p, y, y2);
       [[maybe_unused]] const bool has_lag = a.decay.stride != a.decay.tokens;
       const auto weigh = [&](int j, [[maybe_unused]] const float (&factors)[2][2]) {
         float2 column_e = make_float2(0.f, 0.f);
@@ -804,6 +817,20 @@ struct GradConsumer {
       keep(s), keep(p);
       c.b.ring.release(before, c.b.lane, releases);
       decay.for_each_block(weigh);
+      add_products(slopes, weights, y, y2);
+    }
+
+    // x . y and x2 . y2.
+    __device__ __forceinline__ void begin_products(float (&s)[32], float (&p)[32], const Rows& y, const Rows& y2) const {
+      wgmma_fence();
+      Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
+#pragma unroll
+      for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
+      multiply_x2<Scores>(p, tile, x2_operand, y2);
+      wgmma_commit();
+    }
+    // The gradients' sums over a tile, which ends the stage.
+    __device__ __forceinline__ void add_products(uint32_t (&slopes)[16], uint32_t (&weights)[kValues ? 16 : 1], const Rows& y, const Rows& y2) {
       keep(slopes);
       if constexpr (kValues) keep(weights);
       wgmma_fence();
@@ -856,11 +883,95 @@ struct GradConsumer {
         else add_tile<true, PairFactors::kPairs>(y_tile);
       }
     }
+
+    // ---- tiles with local pairs
+
+    template <LocalPairs kPairs, bool kDecayed>
+    __device__ __forceinline__ void add_local_tile(int y_tile, const WindowDistances<kBack>& distances, const float (&x_shift)[2]) {
+      constexpr bool kAll = kPairs == LocalPairs::kAll;  // and all of them are seen
+      const GradArgs& a = c.a;
+      const Rows y(c.stage()), y2 = y.behind(kTileBytes);
+      const uint32_t y_e = c.b.scales_at + c.at.stage * kScaleBytes;
+      float s[32], p[32];
+      uint32_t slopes[16], weights[kValues ? 16 : 1];
+      begin_products(s, p, y, y2);
+      wgmma_wait<0>();
+      keep(s), keep(p);
+      c.b.ring.release(before, c.b.lane, releases);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int first = 8 * j + 2 * c.t;
+        float2 column_e = make_float2(0.f, 0.f), column_shift = make_float2(0.f, 0.f);
+        if (kBack) column_e = ptx::load_shared_f32x2(y_e + first * 4), column_shift = y_shift(y_tile, first);
+        [[maybe_unused]] float4 sums;
+        if constexpr (kDecayed) sums = y_decay(y_tile).sums(first);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float slope[2], weight[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : tile.x_e[r];
+            const float shift = kBack ? (i == 0 ? column_shift.x : column_shift.y) : x_shift[r];
+            float exponent = 0.f;
+            if constexpr (kDecayed) exponent = x_sums[r].since({i == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w)});
+            const float centred = p[4 * j + 2 * r + i] + e;
+            const bool seen = kAll || distances.is_seen(j, r, i);
+            WindowPair pair;
+            if constexpr (kAll) pair = WindowPair::local(a, score, centred, exponent, shift);
+            else pair = WindowPair::any(a, distances.is_local(j, r, i), score, centred, exponent, shift);
+            if (kSumsPairs) pairs[r] += seen && (kAll || !distances.is_own_token(j, r, i)) ? pair.flow : 0.f;
+            slope[i] = seen ? pair.slope : 0.f;
+            if (kValues) weight[i] = seen ? pair.weight : 0.f;
+          }
+          slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
+          if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
+        }
+      }
+      add_products(slopes, weights, y, y2);
+    }
+
+    // The shifts of two rows of y.
+    __device__ __forceinline__ float2 y_shift([[maybe_unused]] int y_tile, int row) const {
+      if constexpr (Block::kShiftBytes != 0) {
+        return ptx::load_shared_f32x2(c.b.shifts(c.at) + row * 4);
+      } else {
+        const int token = tile_token(c.a, c.a.ny, c.a.y_row(c.a.chunk_begin(item.chunk) + y_tile * kTileRows));
+        const int64_t head = (static_cast<int64_t>(item.batch) * c.a.state_heads + item.state_head) * c.a.y_group + y_head;
+        return ptx::load_global_f32x2(tile_scales(c.a.y_shift, c.a.ny, head, token) + row);
+      }
+    }
+
+    // rows_between: from the tile of y to that of x.
+    __device__ __forceinline__ void add_local_tile(int y_tile, int rows_between, const float (&x_shift)[2]) {
+      const GradArgs& a = c.a;
+      c.b.ring.wait_until_full(c.at);
+      c.loads.load_stage();
+      uint32_t attended[2] = {~0u, ~0u};
+      if constexpr (!kBack) {
+        const int y_row = a.y_row(a.chunk_begin(item.chunk) + y_tile * kTileRows);
+        if constexpr (kHasDecay) attended_rows(y_decay(y_tile), attended);
+        else if (a.y_mask.data != nullptr || y_row < 0) attended_rows(a, item.batch, y_row, attended);
+      }
+      const WindowDistances<kBack> distances(rows_between, a.window, c.row, c.t, attended);
+      const bool is_plain = rows_between > 0 && rows_between + kTileRows <= a.window && (attended[0] & attended[1]) == ~0u;
+      const auto add = [&](auto decayed) {
+        if (is_plain) add_local_tile<LocalPairs::kAll, decltype(decayed)::value>(y_tile, distances, x_shift);
+        else add_local_tile<LocalPairs::kSome, decltype(decayed)::value>(y_tile, distances, x_shift);
+      };
+      if constexpr (!kHasDecay) {
+        add(std::false_type());
+      } else if constexpr (kDecays) {
+        add(std::true_type());
+      } else {
+        if (is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile))) add(std::false_type());
+        else add_local_tile<LocalPairs::kSome, true>(y_tile, distances, x_shift);
+      }
+    }
   };
 
   __device__ __forceinline__ void add_intra_chunk(const WorkTile& tile, const WalkSum (&x_sums)[2], float (&pairs)[2]) {
     const Item item = item_again(tile);
-    load_x_e(item, tile.x_e);
+    load_x_scales(a.x_scale, item, tile.x_e);
     IntraChunk chunk(*this, tile, item, x_sums, pairs);
     const int y_group = kBack ? a.y_group : 1;
     const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + b.warpgroup) * y_group;
@@ -869,9 +980,19 @@ struct GradConsumer {
     const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
     [[maybe_unused]] WalkSum first_x{};
     if constexpr (kHasDecay) first_x = x_decay(tile, item).sum(kFirstOfTile<kBack>);
-    for (; own < diagonal && own < own_stages; ++own) chunk.add_earlier_tile(tile_at(own), first_x);
+    const int local = kWindow ? diagonal - a.lag / kTileRows * y_group : diagonal;  // the first tile with local pairs, or the diagonal one
+    for (; own < local && own < own_stages; ++own) chunk.add_earlier_tile(tile_at(own), first_x);
     wgmma_wait<0>();
-    for (; own < diagonal_end; ++own) chunk.add_diagonal_tile(tile_at(own));
+    if constexpr (kWindow) {
+      float x_shift[2] = {0.f, 0.f};
+      load_x_scales(a.x_shift, item, x_shift);
+      for (; own < diagonal_end; ++own) {
+        if (kBack) chunk.y_head = own % y_group;
+        chunk.add_local_tile(tile_at(own), kTileRows * (tile_at(diagonal) - tile_at(own)), x_shift);
+      }
+    } else {
+      for (; own < diagonal_end; ++own) chunk.add_diagonal_tile(tile_at(own));
+    }
     wgmma_wait<0>();
     for (; own < own_stages; ++own) {  // of the other warpgroup alone
       if constexpr (kHasDecay) loads.load_stage();
@@ -948,11 +1069,11 @@ struct GradConsumer {
   }
 };
 
-template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind, bool kWindow>
 __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
-                            const ItemsOfRows items) {
-  using Block = GradBlock<kHeadDim, kGrads, kDecayKind>;
+                            const ItemsOf<kWindow> items) {
+  using Block = GradBlock<kHeadDim, kGrads, kDecayKind, kWindow>;
   using Tile = typename Block::Tile;
   constexpr bool kValues = Block::kValues;
   extern __shared__ uint8_t shared[];
@@ -973,29 +1094,34 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     for (int i = 0; i < Tile::kXBuffers; ++i) block.load_x(blockIdx.x + i * gridDim.x, i);
   }
   RingPosition at;
-  GradConsumer<kHeadDim, kGrads, kDecayKind>(block, values_out, loads, at).run();
+  GradConsumer<kHeadDim, kGrads, kDecayKind, kWindow>(block, values_out, loads, at).run();
 }
 
-template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind, bool kWindow>
 void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
   using Tile = GradTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
-  const ItemsOfRows items(a, Tile::kRows);
+  const ItemsOf<kWindow> items(a, Tile::kRows);
   GradMaps maps{};
   maps.x = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map<kHeadDim>(a.x2, a, x_heads, a.nx, a.dv);
   maps.y = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map<kHeadDim>(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.d);
   if (kGrads == Grads::kKeysAndValues) maps.values = rows_map<kHeadDim>(values, a, x_heads, a.nx, a.dv);
-  launch_kernel(kDecayKind == DecayKind::kNone ? "linear_grad_sm90" : "linear_grad_decay_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kDecayKind>,
+  launch_kernel(kDecayKind == DecayKind::kNone ? "linear_grad_sm90" : "linear_grad_decay_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kDecayKind, kWindow>,
                 std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
 }
 
+template <int kHeadDim, Grads kGrads, bool kWindow>
+void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
+  if (!a.decay) launch_grad<kHeadDim, kGrads, DecayKind::kNone, kWindow>(a, values, sm_count, stream);
+  else if (a.decay.bounds_alone) launch_grad<kHeadDim, kGrads, DecayKind::kBounds, kWindow>(a, values, sm_count, stream);
+  else if (a.pair_sums.data == nullptr) launch_grad<kHeadDim, kGrads, DecayKind::kDecays, kWindow>(a, values, sm_count, stream);
+  else launch_grad<kHeadDim, kGrads, DecayKind::kDecaysAndSums, kWindow>(a, values, sm_count, stream);
+}
 template <int kHeadDim, Grads kGrads>
 void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
-  if (!a.decay) launch_grad<kHeadDim, kGrads, DecayKind::kNone>(a, values, sm_count, stream);
-  else if (a.decay.bounds_alone) launch_grad<kHeadDim, kGrads, DecayKind::kBounds>(a, values, sm_count, stream);
-  else if (a.pair_sums.data == nullptr) launch_grad<kHeadDim, kGrads, DecayKind::kDecays>(a, values, sm_count, stream);
-  else launch_grad<kHeadDim, kGrads, DecayKind::kDecaysAndSums>(a, values, sm_count, stream);
+  if (a.window > 0) launch<kHeadDim, kGrads, true>(a, values, sm_count, stream);
+  else launch<kHeadDim, kGrads, false>(a, values, sm_count, stream);
 }
 
 }  // namespace

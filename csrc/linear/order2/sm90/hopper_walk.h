@@ -62,16 +62,17 @@ struct LaggingItemsOfRows : ItemsOfRows {
   using ItemsOfRows::ItemsOfRows;
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ Item at(const ReadArgs& p, int index) const {
-    const int lag = state_lag(p.window);
+  __device__ __forceinline__ Item at(const LinearProblem& p, int index) const {
     Item item = ItemsOfRows::at(p, index);
-    item.first_own += lag / kTileRows;
-    const int own_end = min(p.seen_end(min(item.row + rows, p.nx)) + lag, p.y_end());
+    item.first_own += p.lag / kTileRows;
+    const int own_end = min(p.seen_end(min(item.row + rows, p.nx)) + p.lag, p.y_end());
     item.own_tiles = (max(own_end - p.chunk_begin(item.chunk), 0) + kTileRows - 1) / kTileRows;
     return item;
   }
 #endif
 };
+template <bool kLags>
+using ItemsOf = std::conditional_t<kLags, LaggingItemsOfRows, ItemsOfRows>;
 
 #ifdef __CUDACC__
 // The first address for tiles in dynamic shared memory.
@@ -110,6 +111,9 @@ struct SharedDecayTile {
   __device__ __forceinline__ float2 until_end(int row) const {
     return ptx::load_shared_f32x2(address + offsetof(DecayTile, until_end) + 4 * row);
   }
+  __device__ __forceinline__ bool is_taken(int row) const {
+    return __float_as_int(ptx::load_shared_f32(address + offsetof(DecayTile, until_end) + 4 * row)) >= 0;
+  }
   __device__ __forceinline__ float since_chunk(int row) const {
     return ptx::load_shared_f32(address + offsetof(DecayTile, since_chunk) + 4 * row);
   }
@@ -121,6 +125,7 @@ struct GlobalDecayTile {
   __device__ __forceinline__ WalkSum sum(int row) const { return {__ldg(tile->sums + row)}; }
   __device__ __forceinline__ float4 sums(int row) const { return __ldg(reinterpret_cast<const float4*>(tile->sums + row)); }
   __device__ __forceinline__ float2 until_end(int row) const { return __ldg(reinterpret_cast<const float2*>(tile->until_end + row)); }
+  __device__ __forceinline__ bool is_taken(int row) const { return __float_as_int(__ldg(tile->until_end + row)) >= 0; }
   __device__ __forceinline__ float since_chunk(int row) const { return __ldg(tile->since_chunk + row); }
 };
 

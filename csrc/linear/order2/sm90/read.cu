@@ -88,17 +88,6 @@ __device__ __forceinline__ int attended_before(const ReadArgs& a, int batch, int
   if (y_row <= 0 || a.y_counts.data == nullptr) return max(y_row, 0);
   return a.y_counts.data[batch * a.y_counts.batch + min(y_row, a.ny) - 1];
 }
-// Which of the 64 rows of y from `y_row` on are there and attended, in words of 32. By a warp.
-__device__ __forceinline__ void attended_rows(const ReadArgs& a, int batch, int y_row, uint32_t (&rows)[2]) {
-  const uint8_t* mask = mask_pointer(a.y_mask, batch);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = y_row + 32 * h + lane_index();
-    const bool is_there = row >= 0 && row < a.ny;
-    rows[h] = __ballot_sync(0xffffffffu, is_there && (mask == nullptr || mask[static_cast<int64_t>(row) * a.y_mask.token] != 0));
-  }
-}
-
 // An accumulator's rows row and row + 8 of x times 1 + dropout noise.
 template <int kCount>
 __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfRows::Item& item, int row, float (&acc)[kCount]) {
@@ -149,9 +138,6 @@ __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows:
   factor = 1.f;
 }
 
-template <bool kWindow>
-using ItemsOfRead = std::conditional_t<kWindow, LaggingItemsOfRows, ItemsOfRows>;
-
 // What all roles of a block share: the arguments, the layout of shared memory, and the loads of tiles. A stage holds two tiles of a
 // snapshot, or for the intra-chunk part a tile of y and one of w, the y heads of a state in turn. Members are references to variables of
 // the kernel: the compiler then allocates registers as for lambdas.
@@ -170,7 +156,7 @@ struct ReadBlock {
 
   const CUtensorMap &x_map, &y_map, &w_map, &out_map;
   const ReadArgs& a;
-  const ItemsOfRead<kWindow>& items;
+  const ItemsOf<kWindow>& items;
   const uint32_t &stages_at, &x_at, &x_full;
   const Ring<kStages>&ring, &copied;  // copied: stages that are loaded, and not yet added; without kAdds the ring itself
   const int &warp, &lane, &warpgroup;
@@ -291,7 +277,7 @@ template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds, bool kWi
 __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
-                            const ItemsOfRead<kWindow> items) {
+                            const ItemsOf<kWindow> items) {
   static_assert(!kWindow || (!kValues && !kAdds), "exact windows are of forwards without a state");
   constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
   using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
@@ -824,7 +810,7 @@ void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
   constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
   using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
-  const ItemsOfRead<kWindow> items(a, Tile::kRows);
+  const ItemsOf<kWindow> items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d);
   const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
   const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);

@@ -1,6 +1,7 @@
-// An exact window in the output kernel: weights of the intra-chunk tiles that have local keys of some row (ReadArgs::window).
+// An exact window in the output and gradient kernels: weights of the intra-chunk tiles that have local pairs (ReadArgs::window,
+// GradArgs::window).
 //
-// Sums of a row, those of its denominator included, are relative to 2^reference. Keys before these tiles are global and have been summed
+// In a forward, sums of a row, those of its denominator included, are relative to 2^reference. Keys before these tiles are global and have been summed
 // with a reference of 0. Local keys raise it where their scores are large: no weight overflows.
 #pragma once
 
@@ -155,6 +156,71 @@ struct WindowRows {
       reference[r] = raised;
       sums[r] *= shrink[r];
     }
+  }
+};
+
+// ---- gradients
+
+// Which of the 64 rows of y from `y_row` on are there and attended, in words of 32. By a warp.
+template <class Args>
+__device__ __forceinline__ void attended_rows(const Args& a, int batch, int y_row, uint32_t (&rows)[2]) {
+  const uint8_t* mask = mask_pointer(a.y_mask, batch);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = y_row + 32 * h + lane_index();
+    const bool is_there = row >= 0 && row < a.ny;
+    rows[h] = __ballot_sync(0xffffffffu, is_there && (mask == nullptr || mask[static_cast<int64_t>(row) * a.y_mask.token] != 0));
+  }
+}
+// The same from a tile of their decays, in the order of tokens.
+template <class Tile>
+__device__ __forceinline__ void attended_rows(const Tile& decays, uint32_t (&rows)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows[h] = __ballot_sync(0xffffffffu, decays.is_taken(32 * h + lane_index()));
+}
+
+// How far a lane's rows `row` and row + 8 of a tile of x are behind the columns 8 j + 2 t + i of a tile of y, of which some are hidden.
+// Reversed rows (kBack) lie in memory in the order of tokens: later rows come first.
+template <bool kBack>
+struct WindowDistances {
+  int nearest[2], furthest[2];  // columns, counted from 2 t, at a distance of 0 and of the last local row
+  uint32_t columns[2];          // that are not hidden: bit 8 j + i of 64, in words of 32
+
+  // rows_between: from the tile of y to that of x. attended: of the tile of y.
+  __device__ __forceinline__ WindowDistances(int rows_between, int window, int row, int t, const uint32_t (&attended)[2])
+      : columns{attended[0] >> 2 * t, attended[1] >> 2 * t} {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      nearest[r] = (kBack ? row + 8 * r - rows_between : row + 8 * r + rows_between) - 2 * t;
+      furthest[r] = nearest[r] + (kBack ? window - 1 : 1 - window);
+    }
+  }
+
+  __device__ __forceinline__ bool is_seen(int j, int r, int i) const {
+    return (kBack ? 8 * j + i >= nearest[r] : 8 * j + i <= nearest[r]) && (kBack || (columns[j / 4] >> (8 * (j % 4) + i) & 1u) != 0);
+  }
+  __device__ __forceinline__ bool is_local(int j, int r, int i) const {
+    return kBack ? 8 * j + i <= furthest[r] : 8 * j + i >= furthest[r];
+  }
+  __device__ __forceinline__ bool is_own_token(int j, int r, int i) const { return 8 * j + i == nearest[r]; }
+};
+
+// What a pair adds to a gradient, to grad_v and to the sums of pairs.
+struct WindowPair {
+  float slope, weight, flow;
+
+  // centred: x2.y2 + e. exponent: log2 of the decay. shift: of the query.
+  __device__ __forceinline__ static WindowPair local(const GradArgs& a, float score, float centred, float exponent, float shift) {
+    const float weight = ptx::exp2_approx(fmaf(a.local_scale, score, exponent - shift)), flow = weight * centred;
+    return {a.local_slope * flow, weight, flow};
+  }
+  __device__ __forceinline__ static WindowPair any(const GradArgs& a, bool is_local, float score, float centred, float exponent,
+                                                   float shift) {
+    const float power = ptx::exp2_approx(is_local ? fmaf(a.local_scale, score, exponent - shift) : exponent);
+    const float slope = is_local ? a.local_slope : fmaf(score, a.g1, a.g0);
+    const float f = is_local ? 1.f : fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
+    centred *= power;
+    return {slope * centred, f * power, f * centred};
   }
 };
 
