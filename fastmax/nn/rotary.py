@@ -20,7 +20,7 @@ class Rotation(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, rope_dim: int, base: float, dtype: torch.dtype) -> Rotation:
+    def at(cls, positions: Tensor, rope_dim: int, base: float, dtype: torch.dtype, for_kernel: bool = False) -> Rotation:
         """Returns the rotation for positions (n,) or (b, n), with angles `position * base^(-2f/r)` for f < r / 2.
 
         Angles are float64, because float32 has too few digits for the angle of position 10^6.
@@ -28,9 +28,11 @@ class Rotation(NamedTuple):
         Args:
             rope_dim: r, even.
             dtype: of q and k.
+            for_kernel: whether a kernel reads the rotation, and not PyTorch operations.
         """
-        # Inductor would fuse the float64 sines into the loops over all elements of q, of k and of the backward.
-        factors = _compiled_factors if torch.compiler.is_compiling() else _factors
+        # Inductor would fuse the float64 sines into the loops over all elements of q, of k and of the backward. Operands of a
+        # kernel it computes once, in a loop of their own.
+        factors = _compiled_factors if torch.compiler.is_compiling() and not for_kernel else _factors
         return cls(*factors(positions, rope_dim // 2, base, eager.compute_dtype(dtype)))
 
 

@@ -108,7 +108,8 @@ def shortens_rows(q: Tensor, k: Tensor, v: Tensor) -> int:
     0: no. 1: yes. 2: yes, and the linear algorithm, which these kernels have, is what `algorithm="auto"` takes.
     """
     sizes = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    if q.dtype != torch.bfloat16 or 0 in sizes or max(sizes) > _MAX_TOKENS:
+    is_open = any(isinstance(size, torch.SymInt) for size in sizes)  # in a compiled graph
+    if q.dtype != torch.bfloat16 or is_open or 0 in sizes or max(sizes) > _MAX_TOKENS:
         return 0
     return _shortens_rows(q.get_device(), *sizes)
 

@@ -1,9 +1,11 @@
 """Registers the operators `torch.ops.fastmax`: schema, implementation, kernel, fake implementation and flop formula together.
 
 A CUDA kernel of an operator is itself an operator, `torch.ops.fastmax_cuda.<name>`, which the compiled library implements. It
-has the same schema without the tensors that kernels do not read (`Accompanying.has_kernels`), and nothing else: no gradient, no
-fake implementation, no other device. `Operator` decides, before a call is dispatched, whether the kernel or the PyTorch
-implementation computes it.
+has the same schema without the tensors that kernels do not read (`Accompanying.has_kernels`), and no gradient and no other
+device. `Operator` decides, before a call is dispatched, whether the kernel or the PyTorch implementation computes it.
+
+A graph that `torch.compile` makes calls the operators of kernels themselves, so that no Python runs when the graph does: see
+`Operator.trace`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager
@@ -35,14 +39,15 @@ class Kernel:
 
     Args:
         schema: of the operator.
-        kernel_of, covers: as for `register`.
+        fake, kernel_of, covers: as for `register`.
     """
 
-    def __init__(self, schema: str, kernel_of: str | None, covers: Callable[..., bool] | None):
+    def __init__(self, schema: str, fake: Callable, kernel_of: str | None, covers: Callable[..., bool] | None):
         name = schema[: schema.index("(")]
         declared = getattr(torch.ops.fastmax, name).default._schema
         arguments, results = ([x.name for x in given] for given in (declared.arguments, declared.returns))
         self._heads = [arguments.index(tensor) for tensor in (kernel_of or "").split()]
+        self._fake = fake
         self._covers = covers
         self._unread = [i for i, tensor in enumerate(arguments) if tensor in _NOT_IN_KERNELS]
         self._read = itemgetter(*[i for i in range(len(arguments)) if i not in self._unread])
@@ -51,6 +56,7 @@ class Kernel:
             schema = schema.replace(f"Tensor? {tensor}, ", "").replace(f", Tensor grad_{tensor}", "")
         _KERNELS.define(schema)
         _KERNELS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the operator has the gradient
+        torch.library.register_fake(f"fastmax_cuda::{name}", self._fake_results, lib=_KERNELS)
         self._kernel = getattr(torch.ops.fastmax_cuda, name).default
 
     def covers(self, arguments: tuple) -> bool:
@@ -86,6 +92,14 @@ class Kernel:
             results.insert(i, None)
         return tuple(results)
 
+    def _fake_results(self, *read):
+        """Returns results without values of the kernel, given the tensors that it reads and the options."""
+        arguments = list(read)
+        for i in self._unread:
+            arguments.insert(i, None)
+        results = self._fake(*arguments)
+        return tuple([x for i, x in enumerate(results) if i not in self._missing]) if self._missing else results
+
 
 class Operator:
     """A registered operator with its PyTorch implementation and, for some calls on CUDA, a kernel.
@@ -117,10 +131,26 @@ class Operator:
         """Computes a dispatched call. It is what the overload does on every device."""
         if self.kernel is None or not self.kernel.covers(arguments):
             return self.implementation(*arguments)
-        results = self.kernel(arguments)
-        if isinstance(results, tuple):  # operators return no None
-            results = tuple([results[0].new_empty(0) if x is None else x for x in results])
-        return results
+        return _without_none(self.kernel(arguments))
+
+    def trace(self, mode: ProxyTorchDispatchMode, overload: torch._ops.OpOverload, types: tuple, arguments: tuple, kwargs: dict):
+        """Records a call in a graph.
+
+        In a graph of `torch.compile` it is a call of the kernel if that covers the call: devices, dtypes and sizes of fake
+        tensors tell. Exported programs, which may run on other devices, keep the operator.
+        """
+        compiles = TracingContext.try_get() is not None and not mode.pre_dispatch and not torch.compiler.is_exporting()
+        if not compiles or not self.kernel.covers(arguments):
+            return mode.__torch_dispatch__(overload, types, arguments, kwargs)
+        with mode:
+            return _without_none(self.kernel(arguments))
+
+
+def _without_none(results):
+    """Returns the results of a kernel as those of its operator, which have no elements in place of None."""
+    if isinstance(results, tuple):
+        return tuple([results[0].new_empty(0) if x is None else x for x in results])
+    return results
 
 
 def _is_observed(arguments: tuple) -> bool:
@@ -157,10 +187,12 @@ def register(
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     packet = getattr(torch.ops.fastmax, name)
-    kernel = None if kernel_of is None and covers is None else Kernel(schema, kernel_of, covers)
+    kernel = None if kernel_of is None and covers is None else Kernel(schema, fake, kernel_of, covers)
     operator = OPERATORS[name] = Operator(packet.default, implementation, kernel)
     LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastmax::{name}", fake, lib=LIBRARY)
+    if kernel is not None:
+        torch.library.register_torch_dispatch(f"fastmax::{name}", ProxyTorchDispatchMode, operator.trace, lib=LIBRARY)
     if flops is not None:
         FLOP_FORMULAS[name] = flops
         register_flop_formula(packet, get_raw=True)(flops)
