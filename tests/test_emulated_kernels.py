@@ -394,7 +394,8 @@ def test_against_float64(library, case):
 
 PHASES = [
     Case("linear", "linear2_sm90", 600, 600, 64, hk=1),
-    Case("linear", "linear2_sm90", 600, 660, 64, h=2, hk=1, decay="none, ordinary or strong", padding=True),
+    Case("linear", "linear2_sm90", 560, 600, 64, h=2, hk=1, decay="ordinary", padding=True),
+    Case("linear", "linear2_sm90", 560, 560, 64, h=1, hk=1, decay="ordinary", packed=(0, 500, 560)),
     Case("linear", "linear2_sm90", 700, 700, 32, h=1, hk=1, packed=(*range(0, 700, 90), 700)),
     window_in_linear(600, 600, 64, h=1, hk=1, exact_window=70, decay="strong"),
 ]
@@ -408,7 +409,6 @@ def test_phases_have_the_bits_of_one(library, tmp_path, case):
     in_phases = emulator.edited(library, tmp_path, r"^linear/order2/launch\.", "linear/order2/plan.h", other)
     call = Call(case)
     results, expected = call.run(in_phases, 3), call.run(library, 3)
-    assert wrong(expected, call.exact) == {}
     assert all(torch.equal(x, expected[name]) for name, x in results.items())
 
 
