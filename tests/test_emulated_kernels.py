@@ -405,7 +405,7 @@ PHASES = [
 def test_phases_have_the_bits_of_one(library, tmp_path, case):
     """With less memory there is a phase for each chunk. The backward's g and grad_q share memory, and dropped rows are copied
     for a phase at a time."""
-    other = {"int64_t{832} << 20": "int64_t{1} << 17"}
+    other = {"int64_t{832} << 20": "int64_t{1} << 17", "int64_t{420} << 20": "int64_t{1} << 16"}
     in_phases = emulator.edited(library, tmp_path, r"^linear/order2/launch\.", "linear/order2/plan.h", other)
     call = Call(case)
     results, expected = call.run(in_phases, 3), call.run(library, 3)

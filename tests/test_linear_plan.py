@@ -149,7 +149,7 @@ def check_memory(call, plan):
     snapshots = plan.snapshots + plan.parts
     whole = plan.snapshot * plan.chunks + plan.parts  # order 1 does not cut sequences
     tensors = 4 * call.b * (call.h * call.n + call.hk * call.m) * call.head_dim * (2 if call.math == BF16 else 4)
-    most = min(max(416 * MIB, tensors // 5), 832 * MIB) if call.backward and call.order == 2 else 832 * MIB
+    most = min(max(420 * MIB, tensors // 5), 832 * MIB) if call.backward and call.order == 2 else 832 * MIB
     assert snapshots <= most or (call.order == 1 and snapshots <= whole)
     assert plan.sums <= plan.snapshots // (50 if call.order == 2 else 10)
     assert plan.accumulators <= 128 * MIB
@@ -189,7 +189,7 @@ def test_long_walks_save_memory_where_they_are_asked_to(plan):
 
 
 def test_backwards_take_less_memory_than_their_tensors(plan):
-    """A fifth of inputs, results and gradients, between 416 and 832 MiB. The cost is in phases: 3 of 86 chunks in the forward
+    """A fifth of inputs, results and gradients, between 420 and 832 MiB. The cost is in phases: 3 of 86 chunks in the forward
     become 6 of 43."""
     forward = Call(1, 32, 32, 65_536, 65_536, 64)
     calls = [forward, forward._replace(backward=1), forward._replace(backward=1, reversed=1)]
@@ -199,6 +199,8 @@ def test_backwards_take_less_memory_than_their_tensors(plan):
         check_cover(call, p)
         check_memory(call, p)
     assert [(len(p.phases), p.snapshots // (32 * p.snapshot)) for p in plans[:3]] == [(3, 86), (6, 43), (6, 43)]
+    (short,) = plan([Call(2, 32, 32, 16_384, 16_384, 64, backward=1)])
+    assert len(short.phases) == 3 and short.phases[0][9] == 22
     assert [p.snapshots // MIB for p in plans[3::2]] == [304, 608, 817] and [len(p.phases) for p in plans[3::2]] == [1, 6, 12]
 
 

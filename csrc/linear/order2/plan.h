@@ -21,7 +21,7 @@ namespace fastmax {
 // more accumulators than that: 3 blocks a multiprocessor and one for every state.
 inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
 // The same of a backward of order 2, unless its tensors take more (bwd_phase_bytes).
-inline constexpr int64_t kBwdPhaseBytes = kPhaseBytes / 2;
+inline constexpr int64_t kBwdPhaseBytes = int64_t{420} << 20;
 // The same for calls with low_memory and more snapshots than kSavedBytes, which have many phases in any case.
 inline constexpr int64_t kSmallPhaseBytes = kPhaseBytes / 3;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
