@@ -204,8 +204,9 @@ def test_features_that_cancel(taken):  # noqa: F811
 @pytest.mark.parametrize("d, dv, heads", [(64, 64, 32), (64, 40, 32), (128, 128, 16), (32, 64, 32)])
 @pytest.mark.parametrize("what", ["plain", "decay", "packed"])
 def test_memory_beside_the_tensors(d, dv, heads, what, taken):  # noqa: F811
-    """The backward takes snapshots of up to 420 MiB, accumulators of up to 73 MiB, and a few numbers a row: less than sums of
-    grad_q in fp32. g = grad_o / z is in grad_q where that has as many columns. Dropped rows are copied for a phase at a time."""
+    """The backward takes snapshots of up to 420 MiB, accumulators of up to 73 MiB, and some numbers a row: less than sums
+    of grad_q in fp32. g = grad_o / z is in grad_q where that has as many columns. Dropped rows are copied for a phase at a
+    time."""
     n = 65_536
     q, k = (torch.randn(1, heads, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     v, grad_o = (torch.randn(1, heads, n, dv, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
