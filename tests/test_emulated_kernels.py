@@ -394,10 +394,10 @@ def test_against_float64(library, case):
 
 PHASES = [
     Case("linear", "linear2_sm90", 600, 600, 64, hk=1),
-    Case("linear", "linear2_sm90", 560, 600, 64, h=2, hk=1, decay="ordinary", padding=True),
+    Case("linear", "linear2_sm90", 560, 600, 64, h=2, hk=1, decay="none, ordinary or strong", padding=True),
     Case("linear", "linear2_sm90", 560, 560, 64, h=1, hk=1, decay="ordinary", packed=(0, 500, 560)),
     Case("linear", "linear2_sm90", 700, 700, 32, h=1, hk=1, packed=(*range(0, 700, 90), 700)),
-    window_in_linear(600, 600, 64, h=1, hk=1, exact_window=70, decay="strong"),
+    Case("linear exact window", "linear2_window_sm90", 560, 600, 32, h=2, hk=1, decay="ordinary", exact_window=70, padding=True),
 ]
 
 
