@@ -397,7 +397,9 @@ PHASES = [
     Case("linear", "linear2_sm90", 560, 600, 64, h=2, hk=1, decay="none, ordinary or strong", padding=True),
     Case("linear", "linear2_sm90", 560, 560, 64, h=1, hk=1, decay="ordinary", packed=(0, 500, 560)),
     Case("linear", "linear2_sm90", 700, 700, 32, h=1, hk=1, packed=(*range(0, 700, 90), 700)),
-    Case("linear exact window", "linear2_window_sm90", 560, 600, 32, h=2, hk=1, decay="ordinary", exact_window=70, padding=True),
+    Case(
+        "linear exact window", "linear2_window_sm90", 560, 600, 32, h=2, hk=1, decay="ordinary", exact_window=70, padding=True
+    ),
 ]
 
 
