@@ -29,7 +29,7 @@ template <class Params>
 void run(const char* operation, const Algorithm& algorithm, Direction direction,
          size_t (*workspace_bytes)(const Kernels&, const Params&), void (*launch)(const Kernels&, const Params&, cudaStream_t), Params p,
          int device_index) {
-  if (may_have_blocks(p)) fit_head_dim(p, algorithm, direction);
+  if (may_have_blocks(p)) fit_head_dim(p, algorithm, direction, p.has_state());
   const Kernels& kernels = select(algorithm, p, direction);
   if (is_debugging()) print_kernels(operation, algorithm, kernels, p);
   std::optional<Tensor> workspace;

@@ -6,6 +6,7 @@
 
 #include "core/costs.h"
 #include "core/dispatch.h"
+#include "decode/decode.h"
 #include "linear/algorithm.h"
 #include "quadratic/algorithm.h"
 
@@ -34,6 +35,8 @@ inline constexpr double kLaunches = 4.5e8;
 // Where a call runs in value blocks (core/value_blocks.h), its gradients of q and k are sums over the blocks. Cost of adding an element to
 // one: three 16-bit numbers at the copy rate of one H200.
 inline constexpr double kSum = 29;
+// Cost of copying a value of a state to blocks and of one from them: 12 accesses of 4 bytes, a third of them in the forward.
+inline constexpr double kStateValue = 225;
 // Blocks read q and k again, which the model does not count. They must promise this part of the time of one run.
 inline constexpr double kWorthBlocks = 0.85;
 
@@ -44,19 +47,22 @@ struct Fit {
 };
 
 // Compares one run, with a head dim that holds the columns of v, with runs of narrower kernels, one for each block of columns.
-inline Fit fit(const Algorithm& algorithm, const AttentionParams& p, Direction direction) {
+inline Fit fit(const Algorithm& algorithm, const AttentionParams& p, Direction direction, bool has_state = false) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const double heads = static_cast<double>(p.b) * p.h, launches = kLaunches / heads;
-  const double sums = kSum * p.d * (p.n + static_cast<double>(p.m) * p.hk / p.h);
+  const double states = static_cast<double>(p.hk) / p.h;  // for one query head
+  const double sums = kSum * p.d * (p.n + p.m * states);
+  const double copies = has_state ? kStateValue * decode_rows(p.d, p.order) * p.dv * states : 0.;
   const int widest = NativeHeadDims::at_least(std::max(p.d, p.dv));
   Fit best{0, kNever};
-  for (int head_dim = NativeHeadDims::at_least(p.d); head_dim != 0 && head_dim <= widest; head_dim = NativeHeadDims::at_least(head_dim + 1)) {
+  const auto at_least = [](int columns) { return NativeHeadDims::at_least(columns); };
+  for (int head_dim = at_least(p.d); head_dim != 0 && head_dim <= widest; head_dim = at_least(head_dim + 1)) {
     AttentionParams run = p;
     run.head_dim_qk = run.head_dim_v = head_dim, run.dv = std::min(p.dv, head_dim);
     const Kernels* kernels = find(algorithm, run, direction);
     if (kernels == nullptr) continue;
     const int more = (p.dv - 1) / head_dim;
-    const double cost = (more + 1) * algorithm.cost(run, kernels->rates(run)) + more * (launches + sums);
+    const double cost = (more + 1) * algorithm.cost(run, kernels->rates(run)) + more * (launches + sums) + (more > 0 ? copies : 0.);
     if (cost < (more == 0 ? best.cost / kWorthBlocks : best.cost)) best = {head_dim, cost};
   }
   return best;

@@ -2,8 +2,8 @@
 
 #include <type_traits>
 
-#include "core/add_rows.h"
 #include "core/launch.h"
+#include "core/rows.h"
 #include "core/workspace.h"
 #include "decode/decode.h"
 
@@ -18,26 +18,33 @@ void move_columns(Pointer& x, const Problem& p, int columns) {
   if (x != nullptr) x = static_cast<Byte*>(x) + int64_t{columns} * bytes_of_element(p);
 }
 
+Stride contiguous_rows(int heads, int tokens, int columns) {
+  return {int64_t{heads} * tokens * columns, int64_t{tokens} * columns, columns};
+}
+
 // Columns of a state, of which blocks have copies without the other columns.
 struct StateColumns {
-  int64_t rows;
+  int heads, rows;  // rows of each head
   int all, first, count;
 
   template <class State>
   StateColumns(const Problem& p, const State& state, int block)
-      : rows(int64_t{p.b} * p.hk * decode_rows(state.d, p.order)),
+      : heads(p.b * p.hk),
+        rows(decode_rows(state.d, p.order)),
         all(state.dv),
         first(block * p.head_dim_v),
         count(std::min(p.head_dim_v, state.dv - first)) {}
 
+  int64_t sums() const { return int64_t{heads} * rows; }
+  int64_t values() const { return sums() * count; }
   void read(float* copy, const float* state, cudaStream_t stream) const { copy_columns(copy, count, state + first, all, stream); }
   void write(float* state, const float* copy, cudaStream_t stream) const { copy_columns(state + first, all, copy, count, stream); }
 
  private:
   void copy_columns(float* to, int to_columns, const float* from, int from_columns, cudaStream_t stream) const {
-    check_cuda(cudaMemcpy2DAsync(to, to_columns * sizeof(float), from, from_columns * sizeof(float), count * sizeof(float), rows,
-                                 cudaMemcpyDeviceToDevice, stream),
-               "value_blocks");
+    launch_copy_rows({1, heads, rows, count, MathMode::kFP32, to, contiguous_rows(heads, rows, to_columns), from,
+                      contiguous_rows(heads, rows, from_columns)},
+                     stream);
   }
 };
 
@@ -76,7 +83,7 @@ struct FwdMemory {
     if (p.local_lse != nullptr) local_lse = w.take<float>((value_blocks(p) - 1) * int64_t{p.b} * p.h * p.n);
     if (!p.has_state()) return;
     const StateColumns columns(p, p.state, 0);
-    kv_state = w.take<float>(columns.rows * columns.count), new_kv_state = w.take<float>(columns.rows * columns.count);
+    kv_state = w.take<float>(columns.values()), new_kv_state = w.take<float>(columns.values());
   }
 };
 
@@ -96,17 +103,17 @@ struct BwdMemory {
     }
     if (!p.has_state()) return;
     const StateColumns columns(p, p.state, 0);
-    for (float** copy : {&kv_state, &new_kv_state, &grad_new_kv_state, &grad_kv_state}) *copy = w.take<float>(columns.rows * columns.count);
-    grad_k_sum = w.take<float>(columns.rows), zeros = w.take<float>(columns.rows);
+    for (float** copy : {&kv_state, &new_kv_state, &grad_new_kv_state, &grad_kv_state}) *copy = w.take<float>(columns.values());
+    grad_k_sum = w.take<float>(columns.sums()), zeros = w.take<float>(columns.sums());
   }
 };
 
-Stride contiguous_rows(int heads, int tokens, int columns) {
-  return {int64_t{heads} * tokens * columns, int64_t{tokens} * columns, columns};
+// Adds contiguous rows.
+void add(int b, int heads, int tokens, int columns, MathMode math, void* sum, const Stride& stride, const void* x, cudaStream_t stream) {
+  launch_add_rows({b, heads, tokens, columns, math, sum, stride, x, contiguous_rows(heads, tokens, columns)}, stream);
 }
-
 void add_floats(float* sum, const float* x, int b, int heads, int count, cudaStream_t stream) {
-  launch_add_rows({b, heads, count, /*columns=*/1, MathMode::kFP32, sum, contiguous_rows(heads, count, 1), x}, stream);
+  add(b, heads, count, /*columns=*/1, MathMode::kFP32, sum, contiguous_rows(heads, count, 1), x, stream);
 }
 
 }  // namespace
@@ -174,17 +181,17 @@ void launch_bwd(const Kernels& kernels, const BwdParams& p, cudaStream_t stream)
       block.state.kv_state = memory.kv_state, block.state.new_kv_state = memory.new_kv_state;
       block.state.grad_new_kv_state = memory.grad_new_kv_state, block.state.grad_kv_state = memory.grad_kv_state;
       block.state.dv = columns.count;
-      if (i == 1) check_cuda(cudaMemsetAsync(memory.zeros, 0, columns.rows * sizeof(float), stream), "value_blocks");
+      if (i == 1) check_cuda(cudaMemsetAsync(memory.zeros, 0, columns.sums() * sizeof(float), stream), "value_blocks");
       if (i > 0) block.state.grad_new_k_sum = memory.zeros, block.state.grad_k_sum = memory.grad_k_sum;
     }
     kernels.bwd(block, stream);
     if (p.has_state()) {
       columns.write(p.state.grad_kv_state, memory.grad_kv_state, stream);
-      if (i > 0) add_floats(p.state.grad_k_sum, memory.grad_k_sum, p.b, p.hk, decode_rows(p.state.d, p.order), stream);
+      if (i > 0) add_floats(p.state.grad_k_sum, memory.grad_k_sum, p.b, p.hk, columns.rows, stream);
     }
     if (!is_added) continue;
-    launch_add_rows({p.b, p.h, p.n, p.d, p.math, p.grad_q, p.grad_q_stride, memory.grad_q}, stream);
-    launch_add_rows({p.b, p.hk, p.m, p.d, p.math, p.grad_k, p.grad_k_stride, memory.grad_k}, stream);
+    add(p.b, p.h, p.n, p.d, p.math, p.grad_q, p.grad_q_stride, memory.grad_q, stream);
+    add(p.b, p.hk, p.m, p.d, p.math, p.grad_k, p.grad_k_stride, memory.grad_k, stream);
     if (p.grad_log_decay != nullptr) add_floats(p.grad_log_decay, memory.grad_log_decay, p.b, p.hk, p.decay_tokens(), stream);
   }
 }

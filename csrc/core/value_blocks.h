@@ -25,9 +25,9 @@ inline bool may_have_blocks(const FwdParams& p) { return p.mode == FwdMode::kOut
 inline bool may_have_blocks(const BwdParams& p) { return p.wants_all_inputs(); }
 
 // Sets the head dim of the kernels that run the call faster: one that holds all columns, or one of blocks.
-inline void fit_head_dim(AttentionParams& p, const Algorithm& algorithm, Direction direction) {
+inline void fit_head_dim(AttentionParams& p, const Algorithm& algorithm, Direction direction, bool has_state = false) {
   if (NativeHeadDims::at_least(p.d) >= p.dv) return;
-  if (const int head_dim = fit(algorithm, p, direction).head_dim; head_dim != 0) p.head_dim_qk = p.head_dim_v = head_dim;
+  if (const int head_dim = fit(algorithm, p, direction, has_state).head_dim; head_dim != 0) p.head_dim_qk = p.head_dim_v = head_dim;
 }
 
 // As Kernels::fwd_workspace_bytes, fwd, bwd_workspace_bytes and bwd, with all blocks.

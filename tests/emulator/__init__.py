@@ -30,7 +30,7 @@ from common import CSRC, is_current, load_build
 HERE = Path(__file__).resolve().parent
 # Portable kernels that the Hopper ones are launched with, and those of the layer.
 PORTABLE = (
-    "core/add_rows.cu",
+    "core/rows.cu",
     "decay/decay.cu",
     "decay/nan_rows.cu",
     "quadratic/bounds.cu",
