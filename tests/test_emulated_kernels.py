@@ -422,6 +422,7 @@ NAN_CASES = [
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", lag=40),
     Case("linear", "linear2_sm90", 300, 2400, 32, h=1, hk=1, decay="ordinary", padding=True, lag=20),
     window_in_linear(300, 300, 64, hk=1, decay="ordinary", exact_window=40),
+    Case("linear", "linear2_sm90", 300, 300, 32, 40, hk=1, decay="ordinary"),
 ]
 
 
