@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -108,9 +110,7 @@ def fastmax_attention(
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     q, k, v, rpe_matrix = cast_for_autocast(q, k, v, rpe_matrix)
     validation.check_tensors(q, k, v, causal, attention_mask, log_decay)
-    score = validation.check_score(temperature, a0, a1, a2, p)
-    kind = validation.check_normalize(normalize, lim)
-    dropout = validation.check_not_negative("dropout", dropout)
+    score, kind, dropout = _options((temperature, a0, a1, a2, p), (normalize, lim), dropout)
     validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
     validation.check_rpe(rpe_matrix, q, k)
     validation.check_algorithm(algorithm, rpe_matrix)
@@ -141,7 +141,9 @@ def fastmax_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, attention_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-    call = with_bounds(call._replace(drop_noise=noise), q, k, log_decay, cu_seqlens)
+    if noise is not None:
+        call = call._replace(drop_noise=noise)
+    call = with_bounds(call, q, k, log_decay, cu_seqlens)
     if exact_window == 0:
         o, z = _attend(q, k, v, call, use_custom_gradient)
         lse = log_of_sums(z) if return_lse else None
@@ -220,6 +222,27 @@ def flash_attention(
     if three_d:
         o, lse = o.flatten(0, 1), lse.flatten(0, 1)
     return (o, lse) if return_lse else o
+
+
+def _options(score: tuple, normalize: tuple, dropout: float) -> tuple[Score, str | None, float]:
+    """Checks the arguments of `check_score` and `check_normalize`, and `dropout`. Returns the score, "sequence", "token" or
+    None, and the strength as a float."""
+    options = (*score, *normalize, dropout)
+    if torch.compiler.is_compiling() or not all([type(x) in _REMEMBERED for x in options]):
+        return _check_options(*options)
+    return _remembered_options(*options)
+
+
+def _check_options(
+    temperature: object, a0: object, a1: object, a2: object, p: object, normalize: object, lim: object, dropout: object
+) -> tuple[Score, str | None, float]:
+    score = validation.check_score(temperature, a0, a1, a2, p)
+    return score, validation.check_normalize(normalize, lim), validation.check_not_negative("dropout", dropout)
+
+
+# A model calls with the same options again and again. The cache tells True, 1 and 1.0 apart.
+_REMEMBERED = frozenset({bool, int, float, str})
+_remembered_options = lru_cache(maxsize=64, typed=True)(_check_options)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -124,9 +124,10 @@ class Attention(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # in run_decompositions
-def test_an_exported_program_keeps_the_operators(kernels):
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_keeps_the_operators(strict):
     inputs = tuple(x.detach() for x in tensors())
-    program = torch.export.export(Attention(), inputs)
+    program = torch.export.export(Attention(), inputs, strict=strict)
     for exported in (program, program.run_decompositions()):
         assert called(exported.graph_module) == ["fastmax.forward.default"]
         assert_close(exported.module()(*inputs), fastmax_attention(*inputs, causal=True))

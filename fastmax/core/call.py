@@ -133,6 +133,7 @@ class Signature:
         self.option_names = options
         self.tensor_names = tensors
         self.differentiable = tuple(name for name in tensors if name in _DIFFERENTIABLE)
+        self.differentiable_places = tuple(i for i, name in enumerate(tensors) if name in _DIFFERENTIABLE)
         self.gradient_names = ("q", "k", "v", *self.differentiable)
         # For each tensor, the place of its gradient among the results of the backward.
         self._results = [self.gradient_names.index(name) if name in self.differentiable else None for name in tensors]

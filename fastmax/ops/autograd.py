@@ -90,8 +90,7 @@ class Differentiable(NamedTuple):
 
     def _spares_gradients(self, tensors: tuple, needed: tuple) -> bool:
         """Returns whether the call has tensors with a gradient, and none is needed."""
-        names = zip(self.signature.tensor_names, tensors, needed, strict=False)
-        given = [is_needed for name, x, is_needed in names if x is not None and name in self.signature.differentiable]
+        given = [needed[i] for i in self.signature.differentiable_places if tensors[i] is not None]
         return len(given) > 0 and not any(given)
 
 
@@ -202,7 +201,7 @@ def compute(operator: WithGradient, tensors: tuple, options: tuple) -> Any:
             return operator.forward(*tensors, *options)
     if not torch.is_grad_enabled():
         return operator.forward(*tensors, *options)
-    return _Fused.apply(operator, options, *tensors)
+    return _apply_fused(operator, options, *tensors)
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -241,3 +240,7 @@ class _Fused(torch.autograd.Function):
         saved = ctx.saved_tensors  # read only once: each access makes a checkpoint recompute
         # With create_graph=True autograd records this, so that derivatives of these gradients raise an error.
         return None, None, *ctx.operator.gradients(saved, ctx.options, ctx.needs_input_grad[2:], *grads)
+
+
+# `Function.apply` looks at every argument for tensors of a torch.func transform that has ended. The dispatcher does too.
+_apply_fused = super(torch.autograd.Function, _Fused).apply

@@ -30,6 +30,7 @@ OPERATORS: dict[str, Operator] = {}  # name -> registered operator
 FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # name of an operator -> its formula
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing  # torch.jit.trace
 _NOT_IN_KERNELS = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
@@ -133,7 +134,7 @@ class Operator:
             return self.implementation(*arguments)
         return _without_none(self.kernel(arguments))
 
-    def trace(self, mode: ProxyTorchDispatchMode, overload: torch._ops.OpOverload, types: tuple, arguments: tuple, kwargs: dict):
+    def trace(self, mode: ProxyTorchDispatchMode, overload: torch._ops.OpOverload, types: tuple, arguments: tuple, kwargs: Any):
         """Records a call in a graph.
 
         In a graph of `torch.compile` it is a call of the kernel if that covers the call: devices, dtypes and sizes of fake
@@ -157,7 +158,7 @@ def _is_observed(arguments: tuple) -> bool:
     """Returns whether autograd, a mode, a transform, a trace or the type of an argument takes part in a call's dispatch."""
     if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in arguments]):
         return True
-    if _dispatch_modes() > 0 or eager.is_transformed() or torch.jit.is_tracing():
+    if _dispatch_modes() > 0 or eager.is_transformed() or _is_tracing():
         return True
     return not _PLAIN.issuperset(map(type, arguments))
 
