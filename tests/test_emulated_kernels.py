@@ -228,7 +228,7 @@ CASES = [
     Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1),
     Case("linear", "linear1_sm90", 700, 777, 64, hk=1, order=1, dropout=0.3, schedules=1),
     Case("linear", "linear1_sm90", 1000, 1000, 64, h=1, hk=1, order=1, multiprocessors=8, schedules=1),
-    # A group of two blocks: one segment, in which rings go round; of the backward alone, with two heads of y; and further segments.
+    # Two blocks are a cluster, in whose segment rings go round; in the backward alone, with two heads of y.
     Case("linear", "linear1_sm90", 650, 700, 64, h=1, hk=1, order=1),
     Case("linear", "linear1_sm90", 450, 500, 64, hk=1, order=1),
     Case("linear", "linear1_sm90", 330, 400, 128, hk=1, order=1),
@@ -749,8 +749,18 @@ UNORDERED = {
         {"if constexpr (Scales::kFound) ptx::mbarrier_wait(barriers + 8 * at.stage, at.parity);": ""},
         LOOSE_STORE,
     ),
-    "a cluster begins without the other block": (CLUSTER, WALK, {"else ptx::cluster_sync();": "else __syncthreads();"}, "not initialised"),
-    "a cluster ends without the other block": (CLUSTER, WALK, {"if (group > 1) ptx::cluster_sync();": ""}, "a block that has ended"),
+    "a cluster begins without the other block": (
+        CLUSTER,
+        WALK,
+        {"else ptx::cluster_sync();": "else __syncthreads();"},
+        "not initialised",
+    ),
+    "a cluster ends without the other block": (
+        CLUSTER,
+        WALK,
+        {"if (group > 1) ptx::cluster_sync();": ""},
+        "a block that has ended",
+    ),
     "a stage filled before the other block released it": (
         CLUSTER,
         WALK,

@@ -517,7 +517,10 @@ class Block {
     for_each_granule(load.dst, load.bytes, [](Granule& granule, uint32_t) { --granule.incoming; });
     Mbarrier& barrier = mbarrier(load.barrier);
     barrier.bytes -= load.bytes;
-    if (barrier.bytes < 0 && barrier.pending == 0) fail("more bytes came to the mbarrier at " + name_of(load.barrier) + " than its phase expects");
+    // Bytes that another block sends may come before those are expected.
+    if (barrier.bytes < 0 && barrier.pending == 0) {
+      fail("more bytes came to the mbarrier at " + name_of(load.barrier) + " than its phase expects");
+    }
     end_phase_if_complete(load.barrier, barrier);
   }
   bool finish_one_load() {
@@ -889,9 +892,11 @@ class Turns {
     try {
       while (cluster_.live() > 0 && !state.failed.load(std::memory_order_relaxed) && all_are_right()) {
         if (!any([](Block& b) { return b.run_one_warp(); }) && !any([](Block& b) { return b.bring_one(); })) {
-          cluster_.current->error = "deadlock";
+          std::string& error = cluster_.current->error;
+          error = "deadlock";
           for (const auto& b : cluster_.blocks) {
-            if (b->live > 0) cluster_.current->error += (cluster_.blocks.size() > 1 ? ": block " + std::to_string(b->rank) : "") + ": " + b->who_waits();
+            if (cluster_.blocks.size() > 1) error += ": block " + std::to_string(b->rank);
+            if (b->live > 0) error += ": " + b->who_waits();
           }
         }
       }
@@ -976,7 +981,9 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
   const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
   if (launch.shared_bytes > 227 * 1024) throw std::runtime_error("emulator: " + launch.name + ": too much shared memory");
   const int size = launch.cluster;
-  if (size < 1 || size > 8 || launch.grid.x % size != 0) throw std::runtime_error("emulator: " + launch.name + ": no grid of such clusters");
+  if (size < 1 || size > 8 || launch.grid.x % size != 0) {
+    throw std::runtime_error("emulator: " + launch.name + ": no grid of such clusters");
+  }
   const auto work = [&] {
     std::vector<Stacks> stacks(size);
     for (uint64_t first; !state.failed && (first = size * state.next_cluster++) < blocks;) {

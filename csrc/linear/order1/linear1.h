@@ -10,8 +10,8 @@
 // from sums over parts of y. So y and w are read twice, and once where a single segment per state fills the device.
 //
 // Hopper's kernels can shorten rows of q and k to the length `lim` (normalize="token", AttentionParams::lim): a longer row x counts as
-// F x with F = lim / |x|. No shortened row is written to memory. The forward finds the factors of k and stores them for the backward. F of q
-// is found where its rows are x.
+// F x with F = lim / |x|. No shortened row is written to memory. The forward finds the factors of k and stores them for the backward. F of
+// q is found where its rows are x.
 #pragma once
 
 #include "core/algorithm.h"

@@ -5,12 +5,13 @@
 //   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
 //   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
 //
-// A segment of x is shared by a group of `a.group` blocks, one or (head dim 64) two, which are a cluster. Each adds all rows of the segment to its copy of
-// the state, in tiles of 64, and computes the result of every a.group-th tile, its own tiles. Of two blocks one loads y and the other w, for
-// both. In a block the roles of warps communicate by rings alone:
+// A segment of x is shared by a group of `a.group` blocks, one or (head dim 64) two, which are a cluster. Each adds all rows of the segment
+// to its copy of the state, in tiles of 64, and computes the result of every a.group-th tile, its own tiles. Of two blocks one loads y and
+// the other w, for both. In a block the roles of warps communicate by rings alone:
 //
 //   warp 0           fills a ring with tiles of y and w, and another one with the block's own tiles of x
 //   warps 1, 2       sums of y and of w, as vectors
+//   warp 3           factors of rows of y, where rows are shortened in the forward
 //   warpgroup 1      the state, in its accumulators; before an own tile, rounded into shared memory
 //   warpgroups 2, 3  results of own tiles, from the state and the vectors before them and the tile's own scores: one tile each, in turn,
 //                    or, in kPair, one gradient each
@@ -988,8 +989,8 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
     for (int i = 0; i < stages; ++i) {
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_full(at);
-      find_factors<kHeadDim>(stages_at + at.stage * Tile::kStageBytes, stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes, a.lim,
-                             a.factors + int64_t{state_index} * a.ny, row_of(i), a.ny);
+      find_factors<kHeadDim>(stages_at + at.stage * Tile::kStageBytes, stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes,
+                             a.lim, a.factors + int64_t{state_index} * a.ny, row_of(i), a.ny);
       ptx::fence_proxy_async();  // as in VectorConsumer
       factors.publish(at, lane);
     }
