@@ -109,7 +109,7 @@ class Case:
 
 
 def window_in_linear(*args, **options):
-    return Case("linear exact window", "linear2_window_sm90", *args, backward=False, **options)
+    return Case("linear exact window", "linear2_window_sm90", *args, **options)
 
 
 def quadratic(*args, **options):
@@ -217,11 +217,13 @@ CASES = [
     window_in_linear(300, 300, 64, h=1, hk=1, decay="none, ordinary or strong", exact_window=40, padding=True),
     window_in_linear(520, 540, 32, hk=1, decay="weak", exact_window=100, padding=True),
     window_in_linear(300, 300, 32, h=1, hk=1, decay="strong", exact_window=3),
+    window_in_linear(300, 345, 64, h=2, hk=1, decay="ordinary", exact_window=256, decay_gradient=False),
+    window_in_linear(130, 800, 32, h=1, hk=1, decay="weak", exact_window=256),  # keys that no query reads in its chunk
     window_in_linear(420, 420, 64, h=2, hk=1, exact_window=70, packed=(0, 70, 71, 200, 420)),
     window_in_linear(420, 420, 32, h=1, hk=1, exact_window=128, packed=(0, 70, 71, 200, 420)),
     window_in_linear(420, 420, 64, h=1, hk=1, exact_window=30, packed=(0, 170, 420), decay="ordinary"),
     window_in_linear(900, 900, 32, h=1, hk=1, exact_window=63, packed=(*range(0, 900, 37), 900), schedules=1),
-    window_in_linear(200, 257, 128, h=1, hk=1, exact_window=100, padding=True),
+    window_in_linear(200, 257, 128, h=2, hk=1, exact_window=100, padding=True),
     window_in_linear(1100, 1100, 128, h=1, hk=1, exact_window=65, decay="weak", schedules=1),
     window_in_linear(400, 400, 128, h=1, hk=1, exact_window=128, packed=(0, 100, 400)),
     # Order 1: walks of more tiles than the rings of a block have stages, by one block and by two; and from sums over parts.

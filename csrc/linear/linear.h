@@ -150,6 +150,7 @@ struct ReadArgs : LinearProblem {
   // of x, have the weight 2^(local_scale x.y) in place of f, times their decay. z is the logarithm of the sum of weights. 0: none.
   int window;
   float local_scale;
+  RowScale y_shift;  // without division: of the y rows, which local weights are relative to (PrepareArgs)
 };
 
 // A gradient pass: out = sum (g0 + g1 x.y) (x2.y2 + e) y.

@@ -242,6 +242,7 @@ struct Passes {
     a.z = part.z(a.z, a.z_head);
     a.local_lse = part.x_rows(a.local_lse);
     a.k_start = part.bounds(a.k_start);
+    a.y_shift = part.y_rows(a.y_shift);
     a.y_counts = part.counts(a.y_counts);
     return a;
   }
@@ -644,6 +645,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_v.out = view(p.grad_v, p.grad_v_stride);
   grad_v.half_out = runs_as_tf32(p);
   grad_v.adds = p.adds;
+  grad_v.window = p.exact_window, grad_v.local_scale = f.local;
+  grad_v.y_shift = in.shift;
 
   GradArgs grad_k{};
   grad_k.x = in.k, grad_k.x2 = in.v, grad_k.y = in.q, grad_k.y2 = in.g;

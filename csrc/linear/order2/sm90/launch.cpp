@@ -22,7 +22,6 @@ bool linear2_sm90_covers(const AttentionParams& p, Direction) {
 
 // States lag by the window: a wider one than a chunk has more intra-chunk tiles than it saves. Without global keys no state is needed.
 bool linear2_window_sm90_covers(const AttentionParams& p, Direction direction) {
-  if (direction == Direction::kBackward && !grads_with_values_sm90(common_head_dim(p))) return false;
   if (!p.causal || p.exact_window < 1 || p.exact_window >= p.m) return false;
   return linear2_sm90_covers(p, direction) && p.exact_window <= kStatePassesSm90.sizes(p).chunk;
 }

@@ -143,7 +143,7 @@ __device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows:
 // the kernel: the compiler then allocates registers as for lambdas.
 // kValues: grad_v, over reversed rows, without denominators; else a forward.
 // kAdds: a.added is added to snapshots, only without decays.
-// kWindow: a forward with an exact window.
+// kWindow: with an exact window.
 template <int kHeadDim_, bool kValues_, DecayKind kDecayKind_, bool kAdds_, bool kWindow_>
 struct ReadBlock {
   static constexpr int kHeadDim = kHeadDim_;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
                             const ItemsOf<kWindow> items) {
-  static_assert(!kWindow || (!kValues && !kAdds), "exact windows are of forwards without a state");
+  static_assert(!kWindow || !kAdds, "calls with an exact window have no state");
   constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
   using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
@@ -549,7 +549,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
           if (kDiagonal && is_far<kValues>(y)) apply_decay(OfPairFactors<PairFactors::kPairs>());
           else apply_decay(OfPairFactors<PairFactors::kRowsAndColumns>());
         } else {
-          const bool has_no_row = kWindow && first_y_row + kTileRows * own < 0;  // some row of the tile is before the first one
+          const bool has_no_row = kWindow && !kValues && first_y_row + kTileRows * own < 0;  // some row of the tile is before the first one
           if (a.y_mask.data == nullptr && !has_no_row && is_whole<kValues>(x, y)) apply_decay(OfPairFactors<PairFactors::kOne>());
           else apply_decay(OfPairFactors<PairFactors::kPairs>());
         }
@@ -617,6 +617,30 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] *= shrink[i / 2 % 2];
       }
     };
+    // grad_v: of the stage's rows of y, whose shifts are in memory.
+    const auto make_window_values = [&](int m) {
+      keep(s);
+      const int y_tile = own / a.y_group, rows_between = kTileRows * (own_item.first_own + tile_of(m) - y_tile);
+      const int64_t y_head = (static_cast<int64_t>(own_item.batch) * a.state_heads + own_item.state_head) * a.y_group + own % a.y_group;
+      const float* shifts = tile_scales(a.y_shift, a.ny, y_head, tile_token(a, a.ny, first_y_row + kTileRows * y_tile)) + 2 * t;
+      const uint32_t attended[2] = {~0u, ~0u};  // rows that are not there have no values
+      const WindowDistances<true> distances(rows_between, a.window, row, t, attended);
+      std::conditional_t<kHasDecay, WindowDecay, NoWindowDecay> decay(x_decay(buffer, m), y_decay(), row, t);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 shift = ptx::load_global_f32x2(shifts + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& x = s[4 * j + i];
+          const bool local = distances.is_local(j, i / 2, i % 2);
+          const float e = decay.of(j, i), f = local ? 1.f : fmaf(x, fmaf(x, a.c2, a.c1), a.c0);
+          const float weight = f * ptx::exp2_approx(local ? fmaf(a.local_scale, x, e - (i % 2 == 0 ? shift.x : shift.y)) : e);
+          x = distances.is_seen(j, i / 2, i % 2) ? weight : 0.f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+    };
     const auto add_values = [&](int m, const Operand<RowTile>& w) {
       keep(weights);
       wgmma_fence();
@@ -682,6 +706,24 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       before = at, releases = true;
       at.template advance<kStages>();
     };
+    const auto for_window_values = [&](int low, int high) {
+      ring.wait_until_full(at);
+      ring.release(before, lane, releases);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      if (own < low + y_group) {
+        make_scores(0, y);
+        wgmma_wait<0>();
+        make_window_values(0);
+        add_values(0, w);
+      }
+      make_scores(1, y);
+      wgmma_wait<0>();
+      if (own < high - window_tiles * y_group) make_weights(1, std::false_type{});
+      else make_window_values(1);
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
     // Waiting between the loops keeps registers of products in flight from crossing control flow.
     const int tiles = own_item.own_tiles * y_group;
     const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
@@ -710,7 +752,11 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       }
       wgmma_wait<0>();
     };
-    if constexpr (kWindow) {
+    if constexpr (kWindow && kValues) {
+      before_rows(0, low - window_tiles * y_group, for_both);
+      for (; own < high + y_group && own < tiles; ++own) for_window_values(low, high);
+      wgmma_wait<0>();
+    } else if constexpr (kWindow) {
       before_rows(0, low - window_tiles, for_both);
       begin_window(0);
       for (; own <= high && own < tiles; ++own) for_window(low, high);
@@ -772,7 +818,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
       }
-      if constexpr (kHasDecay && !kValues) {
+      // In a window, products of masked keys may be infinite.
+      if constexpr (kValues ? kWindow : kHasDecay) {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = decayed(acc[m][i], factor[i / 2 % 2]);
         factor[0] = factor[1] = 1.f;
@@ -835,6 +882,7 @@ void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
   dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
     if constexpr (!grads_with_values_sm90(dim)) {
+      if (a.z == nullptr && a.window > 0) return launch<dim, true, true>(a, sm_count, stream);
       if (a.z == nullptr) return launch<dim, true, false>(a, sm_count, stream);
     }
     if (a.window > 0) launch<dim, false, true>(a, sm_count, stream);
