@@ -1,7 +1,6 @@
 // fastmax_cuda::exact_window_forward and exact_window_backward, causal. Some architectures have kernels that compute local and global keys
-// in one pass: both directions of the quadratic algorithm, the forward of the linear one. Other calls are computed in two parts: softmax
-// attention to the local keys (flash.h), then attention with the polynomial to the global keys, which is merged into it in place. Kernels
-// that cannot merge write to memory of their own. All agree on o and lse.
+// in one pass. Other calls are computed in two parts: softmax attention to the local keys (flash.h), then attention with the polynomial to
+// the global keys, which is merged into it in place. Kernels that cannot merge write to memory of their own. All agree on o and lse.
 //
 // The global keys are all keys but the last `exact_window`. They are the keys of a causal call for the last queries, each at the position
 // of the key `exact_window` tokens before it; a lag gives them the decays of the tokens between (Problem::lag).

@@ -12,8 +12,7 @@ extern const Algorithm kLinearAlgorithm;
 extern const Algorithm kLinearFromState;
 // Causal calls of order 1 whose rows of q and k are shortened (AttentionParams::lim). No portable kernels.
 extern const Algorithm kLinearOfShortened;
-// Causal calls with an exact window, local and global keys in one pass. z is the logarithm of the sums. The table has forwards of newer
-// architectures only.
+// Causal calls with an exact window, local and global keys in one pass. z is the logarithm of the sums. No portable kernels.
 extern const Algorithm kLinearExactWindow;
 
 // The widest head dim with kernels for order 1 alone (order1/), whose state fits the registers of a block. Wider heads, and calls with

@@ -197,11 +197,11 @@ template <class Block>
 struct StageLoads {
   using Tile = typename Block::Tile;
   static constexpr int kStages = Block::kStages, kAhead = kStages - 2;
-  // Whether load_state_stage knows that its stage is of a snapshot. With decays, code that can load everything at each place would need
-  // more instructions than a cache of them holds (128 KB).
+  // Whether load_state_stage knows that its stage is of a snapshot. With decays or a window, code that can load everything at each place
+  // would need more instructions than a cache of them holds (128 KB).
   static constexpr int kLongStages = 1 + Tile::kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
   static constexpr bool kLongLoadState =
-      Block::kHasDecay && Block::kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
+      (Block::kHasDecay || Block::kWindow) && Block::kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
 
   const Block b;
   const SourceQueue& queue;
@@ -830,7 +830,8 @@ struct GradConsumer {
       wgmma_commit();
     }
     // The gradients' sums over a tile, which ends the stage.
-    __device__ __forceinline__ void add_products(uint32_t (&slopes)[16], uint32_t (&weights)[kValues ? 16 : 1], const Rows& y, const Rows& y2) {
+    __device__ __forceinline__ void add_products(uint32_t (&slopes)[16], uint32_t (&weights)[kValues ? 16 : 1], const Rows& y,
+                                                 const Rows& y2) {
       keep(slopes);
       if constexpr (kValues) keep(weights);
       wgmma_fence();
@@ -886,9 +887,9 @@ struct GradConsumer {
 
     // ---- tiles with local pairs
 
-    template <LocalPairs kPairs, bool kDecayed>
+    // kMasked: some pairs are not seen. kDecayed: they decay.
+    template <LocalPairs kPairs, bool kMasked, bool kDecayed>
     __device__ __forceinline__ void add_local_tile(int y_tile, const WindowDistances<kBack>& distances, const float (&x_shift)[2]) {
-      constexpr bool kAll = kPairs == LocalPairs::kAll;  // and all of them are seen
       const GradArgs& a = c.a;
       const Rows y(c.stage()), y2 = y.behind(kTileBytes);
       const uint32_t y_e = c.b.scales_at + c.at.stage * kScaleBytes;
@@ -915,11 +916,11 @@ struct GradConsumer {
             float exponent = 0.f;
             if constexpr (kDecayed) exponent = x_sums[r].since({i == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w)});
             const float centred = p[4 * j + 2 * r + i] + e;
-            const bool seen = kAll || distances.is_seen(j, r, i);
+            const bool seen = !kMasked || distances.is_seen(j, r, i);
             WindowPair pair;
-            if constexpr (kAll) pair = WindowPair::local(a, score, centred, exponent, shift);
+            if constexpr (kPairs == LocalPairs::kAll) pair = WindowPair::local(a, score, centred, exponent, shift);
             else pair = WindowPair::any(a, distances.is_local(j, r, i), score, centred, exponent, shift);
-            if (kSumsPairs) pairs[r] += seen && (kAll || !distances.is_own_token(j, r, i)) ? pair.flow : 0.f;
+            if (kSumsPairs) pairs[r] += seen && (!kMasked || !distances.is_own_token(j, r, i)) ? pair.flow : 0.f;
             slope[i] = seen ? pair.slope : 0.f;
             if (kValues) weight[i] = seen ? pair.weight : 0.f;
           }
@@ -953,19 +954,12 @@ struct GradConsumer {
         else if (a.y_mask.data != nullptr || y_row < 0) attended_rows(a, item.batch, y_row, attended);
       }
       const WindowDistances<kBack> distances(rows_between, a.window, c.row, c.t, attended);
-      const bool is_plain = rows_between > 0 && rows_between + kTileRows <= a.window && (attended[0] & attended[1]) == ~0u;
-      const auto add = [&](auto decayed) {
-        if (is_plain) add_local_tile<LocalPairs::kAll, decltype(decayed)::value>(y_tile, distances, x_shift);
-        else add_local_tile<LocalPairs::kSome, decltype(decayed)::value>(y_tile, distances, x_shift);
-      };
-      if constexpr (!kHasDecay) {
-        add(std::false_type());
-      } else if constexpr (kDecays) {
-        add(std::true_type());
-      } else {
-        if (is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile))) add(std::false_type());
-        else add_local_tile<LocalPairs::kSome, true>(y_tile, distances, x_shift);
-      }
+      const bool all_local = rows_between + kTileRows <= a.window;
+      bool is_plain = all_local && rows_between > 0 && (attended[0] & attended[1]) == ~0u;
+      if constexpr (kHasDecay && !kDecays) is_plain = is_plain && is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile));
+      if (is_plain) add_local_tile<LocalPairs::kAll, false, kDecays>(y_tile, distances, x_shift);
+      else if (all_local) add_local_tile<LocalPairs::kAll, true, kHasDecay>(y_tile, distances, x_shift);
+      else add_local_tile<LocalPairs::kSome, true, kHasDecay>(y_tile, distances, x_shift);
     }
   };
 
@@ -980,7 +974,8 @@ struct GradConsumer {
     const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
     [[maybe_unused]] WalkSum first_x{};
     if constexpr (kHasDecay) first_x = x_decay(tile, item).sum(kFirstOfTile<kBack>);
-    const int local = kWindow ? diagonal - a.lag / kTileRows * y_group : diagonal;  // the first tile with local pairs, or the diagonal one
+    // The first tile with local pairs, or the diagonal one.
+    const int local = kWindow ? diagonal - a.lag / kTileRows * y_group : diagonal;
     for (; own < local && own < own_stages; ++own) chunk.add_earlier_tile(tile_at(own), first_x);
     wgmma_wait<0>();
     if constexpr (kWindow) {
@@ -1107,8 +1102,9 @@ void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream
   maps.y = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map<kHeadDim>(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.d);
   if (kGrads == Grads::kKeysAndValues) maps.values = rows_map<kHeadDim>(values, a, x_heads, a.nx, a.dv);
-  launch_kernel(kDecayKind == DecayKind::kNone ? "linear_grad_sm90" : "linear_grad_decay_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kDecayKind, kWindow>,
-                std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
+  launch_kernel(kDecayKind == DecayKind::kNone ? "linear_grad_sm90" : "linear_grad_decay_sm90",
+                linear_grad_sm90_kernel<kHeadDim, kGrads, kDecayKind, kWindow>, std::min(sm_count, items.count), Tile::threads(kGrads),
+                Tile::kSharedBytes, stream, maps, a, values, items);
 }
 
 template <int kHeadDim, Grads kGrads, bool kWindow>

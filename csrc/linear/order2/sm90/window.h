@@ -1,8 +1,9 @@
 // An exact window in the output and gradient kernels: weights of the intra-chunk tiles that have local pairs (ReadArgs::window,
 // GradArgs::window).
 //
-// In a forward, sums of a row, those of its denominator included, are relative to 2^reference. Keys before these tiles are global and have been summed
-// with a reference of 0. Local keys raise it where their scores are large: no weight overflows.
+// In a forward, sums of a row, those of its denominator included, are relative to 2^reference. Keys before these tiles are global and have
+// been summed with a reference of 0. Local keys raise it where their scores are large: no weight overflows. In a backward, weights are
+// relative to those sums, which g and e include (PrepareArgs::shift).
 #pragma once
 
 #include "core/score.h"
