@@ -90,7 +90,7 @@ class PhaseTensors {
 
   // Copies of the y rows that the state pass adds, which are as if they had rows for all tokens.
   View walked(const View& copies, int columns) const {
-    if (copies.data == nullptr) return {};
+    if (copies.data == nullptr || phase_.walk_rows() == 0) return {};
     View v = contiguous(copies.data, phase_.problem.state_heads * y_group(), phase_.walk_rows(), columns);
     v.data = static_cast<const char*>(v.data) - int64_t{phase_.first_walked_token()} * columns * element_bytes(p_);
     return v;
