@@ -175,6 +175,12 @@ def in_blocks(capfd):
     extension.set_debugging(False)
 
 
+def check_blocks(in_blocks):
+    """Checks that the linear algorithm ran in value blocks. Softmax of local keys may have, in calls that run in parts."""
+    names = {name.removeprefix("exact_window_") for name in in_blocks()[0]}
+    assert {"forward", "backward"} <= names <= {"forward", "backward", "flash_forward", "flash_backward"}
+
+
 WIDTHS = [(64, 128), (32, 64), (64, 256), (48, 80), (40, 200), (17, 130)]
 by_widths = pytest.mark.parametrize("d, dv", WIDTHS)
 LONG = dict(b=1, h=8, hk=4)  # enough pairs for blocks to pay
@@ -199,7 +205,7 @@ def linear(*args, **options):
 def test_linear_against_float64(d, dv, mode, options, in_blocks):
     case = in_mode(linear(2100, 2300, d=d, dv=dv, **LONG, **options), mode)
     assert verify.check(case, DEVICE, 3).wrong == []
-    assert {x.removeprefix("exact_window_") for x in in_blocks()[0]} == {"forward", "backward"}
+    check_blocks(in_blocks)
 
 
 @gpu
@@ -217,7 +223,7 @@ def test_decays_and_packed_sequences(d, dv, mode, options, in_blocks):
         padding=options.get("padding", False), sequences=options.get("sequences", 0),
     )  # fmt: skip
     assert verify.check(case, DEVICE, 4).wrong == []
-    assert {x.removeprefix("exact_window_") for x in in_blocks()[0]} == {"forward", "backward"}
+    check_blocks(in_blocks)
 
 
 @gpu
@@ -253,7 +259,9 @@ def test_windows_wider_than_a_chunk(algorithm, decay):
 @by_mode
 @by_widths
 def test_prefill_against_float64(d, dv, mode, decay, in_blocks, precision):  # noqa: F811
-    given = prefill.arguments(prefill.Case(3000, d, dv, h=4, hk=2, mask=True, layout="token-major", decay=decay), mode)
+    # With decays, hundreds of masked tokens leave nothing of the state in float32.
+    mask = decay != "ordinary"
+    given = prefill.arguments(prefill.Case(3000, d, dv, h=4, hk=2, mask=mask, layout="token-major", decay=decay), mode)
     prefill.check(given, mode)
     prefill.check_gradients(given, mode)
     assert in_blocks()[0] == {"prefill", "prefill_backward"}
