@@ -142,6 +142,56 @@ __device__ __forceinline__ void load_rows(MathMode math, const Rows& from, int c
   }
 }
 
+// Whether rows of the buffer are whole 16-byte words.
+template <class Element>
+__device__ __forceinline__ bool has_words(const Rows& from, int columns) {
+  constexpr int kWord = 16 / sizeof(Element);
+  const auto* rows = static_cast<const Element*>(from.rows) + from.first;
+  return columns % kWord == 0 && from.row_stride % kWord == 0 && reinterpret_cast<uintptr_t>(rows) % 16 == 0;
+}
+
+// The rows of k and v of a tile, in their buffers contiguous columns. Loads of both are in flight together.
+template <class Element>
+__device__ __forceinline__ void load_tile(const Rows& of_keys, int d, float* keys, int stride, const Rows& of_values, int dv, float* values,
+                                          int value_stride, uint32_t there) {
+  constexpr int kWord = 16 / sizeof(Element);
+  if (!has_words<Element>(of_keys, d) || !has_words<Element>(of_values, dv)) {
+    load_rows<Element, kStagedLoads>(of_keys, kTile, d, there, 1.f, keys, stride);
+    load_rows<Element, kStagedLoads>(of_values, kTile, dv, there, 1.f, values, value_stride);
+    return;
+  }
+  struct alignas(16) Word {
+    Element x[kWord];
+  };
+  const auto word_at = [&](const Rows& from, int row, int column) {
+    const auto* rows = static_cast<const Element*>(from.rows) + from.first;
+    const bool loads = (there >> row & 1) && row != from.fresh_row;
+    return loads ? *reinterpret_cast<const Word*>(rows + row * from.row_stride + column) : Word{};
+  };
+  const auto put = [&](const Word& word, float* to) {
+#pragma unroll
+    for (int i = 0; i < kWord; ++i) to[i] = to_float(word.x[i]);
+  };
+  const int key_words = kTile * (d / kWord), value_words = kTile * (dv / kWord);
+  for (int i = threadIdx.x; i < max(key_words, value_words); i += kThreads) {
+    const int key_row = i / (d / kWord), key_column = i % (d / kWord) * kWord;
+    const int value_row = i / (dv / kWord), value_column = i % (dv / kWord) * kWord;
+    const bool has_key = i < key_words, has_value = i < value_words;
+    const Word key = has_key ? word_at(of_keys, key_row, key_column) : Word{};
+    const Word value = has_value ? word_at(of_values, value_row, value_column) : Word{};
+    if (has_key && key_row != of_keys.fresh_row) put(key, keys + key_row * stride + key_column);
+    if (has_value && value_row != of_values.fresh_row) put(value, values + value_row * value_stride + value_column);
+  }
+  const int fresh = of_keys.fresh_row;
+  if (fresh < 0 || fresh >= kTile) return;
+  const auto load_fresh = [&](const Rows& from, int columns, float* to) {
+    const auto* row = static_cast<const Element*>(from.fresh) + from.fresh_first;
+    for (int c = threadIdx.x; c < columns; c += kThreads) to[c] = there >> fresh & 1 ? to_float(row[c * from.fresh_stride]) : 0.f;
+  };
+  load_fresh(of_keys, d, keys + fresh * stride);
+  load_fresh(of_values, dv, values + fresh * value_stride);
+}
+
 // Loads the queries times scale, as rows of d columns.
 __device__ __forceinline__ void load_queries(const DecodeParams& p, int batch, int first_head, int heads, float* to) {
   const Rows rows{p.q, batch * p.q_stride.batch + first_head * p.q_stride.head, p.q_stride.head, p.q_stride.column};
@@ -299,17 +349,16 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
   Vector numerator[kHeads] = {};
   float denominator[kHeads] = {};
   for (int chunk = 0; chunk < row_end - row_begin; chunk += 32) {
-    // This lane's row of the chunk: f's coefficient times its feature of q for each query head.
+    // This lane's row of the chunk: f's coefficient times its feature of q for each query head. Its sum loads while the rows are added.
     const int row = row_begin + chunk + lane;
+    const float sum = slice == 0 && row < row_end ? __ldcg(s.k_sum + first_row + chunk + lane) : 0.f;
     float weight[kHeads] = {};
     if (row < row_end) {
-      const float sum = slice == 0 ? __ldcg(s.k_sum + first_row + chunk + lane) : 0.f;
       const Feature columns(row, s.d);
       const float coefficient = columns.b < 0 ? s.a0 : columns.a < 0 ? s.a1 : columns.a == columns.b ? s.a2 : 2.f * s.a2;
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         if (h < heads) weight[h] = coefficient * columns.of(queries + h * s.d);
-        denominator[h] = fmaf(weight[h], sum, denominator[h]);
       }
     }
     __syncwarp();
@@ -338,6 +387,8 @@ __device__ void read_rows(const BufferedParams& p, const Work& work, int state, 
         }
       }
     }
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) denominator[h] = fmaf(weights[lane * kHeads + h], sum, denominator[h]);
   }
 
   __syncthreads();
@@ -402,8 +453,14 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
                      s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column};
   const Rows of_values{p.local_values, (held.first + first) * s.dv, s.dv, 1, fresh_row,
                        s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column};
-  load_rows<kStagedLoads>(s.math, of_keys, kTile, s.d, takes_part, 1.f, keys, stride);
-  load_rows<kStagedLoads>(s.math, of_values, kTile, s.dv, takes_part, 1.f, values, value_stride);
+  const auto load_as = [&](auto element) {
+    load_tile<decltype(element)>(of_keys, s.d, keys, stride, of_values, s.dv, values, value_stride, takes_part);
+  };
+  switch (s.math) {
+    case MathMode::kBF16: load_as(__nv_bfloat16{}); break;
+    case MathMode::kFP16: load_as(__half{}); break;
+    default: load_as(float{}); break;
+  }
   load_queries(s, batch, first_head, heads, queries);
   const float after = sum_of_later_lanes(decay);
   __syncthreads();
@@ -454,14 +511,11 @@ __global__ void __launch_bounds__(kThreads, kHeads == 1 ? 4 : kHeads == 4 ? 3 : 
     buffered_kernel(const BufferedParams p, const Work work) {
   extern __shared__ float4 dynamic_smem[];
   float* smem = reinterpret_cast<float*>(dynamic_smem);
-  const int64_t states = int64_t{p.step.b} * p.step.hk, blocks = states * work.slices * work.splits;
-  if (blockIdx.x < blocks) {
-    const int state = blockIdx.x / (work.slices * work.splits), part = blockIdx.x % (work.slices * work.splits);
-    read_rows<Vector, kHeads>(p, work, state, part / work.splits, part % work.splits, smem);
-  } else {
-    const int block = static_cast<int>(blockIdx.x - blocks);
-    read_tokens<kHeads>(p, work, block / work.tiles, block % work.tiles, smem);
-  }
+  // Blocks of tokens wait for memory, blocks of rows need its bandwidth: those of a state are neighbours, so that both kinds run together.
+  const int of_rows = work.slices * work.splits, blocks = of_rows + work.tiles;
+  const int state = blockIdx.x / blocks, part = blockIdx.x % blocks;
+  if (part < of_rows) read_rows<Vector, kHeads>(p, work, state, part / work.splits, part % work.splits, smem);
+  else read_tokens<kHeads>(p, work, state, part - of_rows, smem);
 }
 
 // Moves the last W tokens to the front, in pieces that do not overwrite tokens that are still to be read.
@@ -504,7 +558,7 @@ __device__ void append_token(const BufferedParams& p, const Held& held, int stat
 }
 
 // One block per state.
-__global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedParams p, const Work work) {
+__global__ void __launch_bounds__(kThreads, 4) combine_kernel(const BufferedParams p, const Work work) {
   extern __shared__ float4 dynamic_smem[];
   __shared__ float halves[kThreads];
   const DecodeParams& s = p.step;
