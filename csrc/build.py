@@ -65,7 +65,7 @@ SPILL_EXCEPTIONS = {
     "256 rows; with decays some hundred, in tiles with local keys, beside sums and scores",
     r"linear_read_sm90_kernel<128, true, .*, false, true>": "of an exact window up to four words",
     r"linear_grad_sm90_kernel<64, .*Grads\)0, .*DecayKind\)0, true>": "of an exact window a word once per two stars",
-    r"linear_grad_sm90_kernel<128, .*DecayKind\)3, true>": "of an exact window up to 30 words, once per work tile",
+    r"linear_grad_sm90_kernel<128, .*DecayKind\)[123], true>": "of an exact window up to 30 words, once per work tile",
     r"linear_grad_sm90_kernel<64, .*DecayKind\)[123], (true|false)>": "up to eight words of decays beside what fills the "
     "registers; most once per work tile, one or two once per two stars",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: the factor of the sums at the next chunk, read once per chunk",
