@@ -352,7 +352,7 @@ def test_the_layer_uses_the_operators(options, operators):
     assert operators == [("split_heads", layer.conv is not None), ("join_heads", None)]
     layer.use_custom_gradient = False
     for y, exact in zip(actual, train(layer, x), strict=True):
-        assert relative(y, exact.double()) < 3e-6
+        assert relative(y, exact.double()) < 2e-5  # float32 sums in another order
     assert len(operators) == 2
 
 
