@@ -89,7 +89,6 @@ SPILL_EXCEPTIONS = {
     r"quadratic_fused_bwd_sm90_kernel<fastmax::.*Score, ": "up to 18 words of the threads that fill the "
     "ring and add parts of grad_q, which give their registers to the others",
     r"linear1_walk_sm90_kernel<128, [^,]*0, ": "a few words once per tile: what noise needs, beside sums and scores",
-    r"linear1_walk_sm90_kernel<128, [^,]*2, false, false, ": "a word once per tile: the number of tiles",
     r"linear1_walk_sm90_kernel<128, [^,]*[12], true, true, ": "up to nine words once per tile: addresses of rows "
     "that are shortened",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",

@@ -56,10 +56,21 @@ struct Call {
   void fill(AttentionParams& p, const Tensor& k_factor, Direction direction) const {
     x.fill(p, scale, /*causal=*/true, kNoWindow, /*allow_tf32=*/false);
     polynomial.fill(p);
-    p.lim = static_cast<float>(lim), p.k_factor = static_cast<float*>(k_factor.data_ptr());
+    p.lim = static_cast<float>(lim), p.k_factor = static_cast<const float*>(k_factor.data_ptr());
     fit_head_dim(p, kLinearOfShortened, direction);
     FASTMAX_CHECK(find(kLinearOfShortened, p, direction) != nullptr,
                   "no kernels normalise rows during attention for this device, dtype or head_dim: normalize_tokens does before it");
+  }
+
+  // Writes the factors of the rows of k: lim / |k|, or 1.
+  void find_factors(const FwdParams& p, const Tensor& k_factor) const {
+    NormalizeParams n{};
+    n.d = static_cast<int>(x.k.size(3)), n.math = p.math, n.lim = p.lim, n.aligned = true;
+    NormalizedTensor& rows = n.tensors[1];
+    rows.rows = static_cast<int>(k_factor.numel()), rows.inner = p.m, rows.outer = p.hk;
+    rows.x = p.k, rows.x_stride = p.k_stride;
+    rows.factor = static_cast<float*>(k_factor.data_ptr());
+    launch_token_factors(n, current_stream(q.get_device_index()));
   }
 };
 
@@ -67,6 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> normalized_forward(const Tensor& q, const Ten
                                                       double a1) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_call({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven}, lim, scale);
+  FASTMAX_CHECK(k.numel() <= kMaxNormalizedRows * k.size(3), "k must have at most ", kMaxNormalizedRows, " rows");
   Tensor z = empty_per_query(q), k_factor = empty_per_query(k);
   if (is_empty(q) || is_empty(k) || is_empty(v)) {
     return {zeros_like_layout(q, v.size(3)), torch::stable::zero_(z), torch::stable::zero_(k_factor)};
@@ -77,6 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> normalized_forward(const Tensor& q, const Ten
   FwdParams p{};
   call.fill(p, k_factor, Direction::kForward);
   results.fill(p);
+  call.find_factors(p, k_factor);
   run("normalized_forward", kLinearOfShortened, p, q.get_device_index());
   return {results.o.result(), z, k_factor};
 }

@@ -34,38 +34,21 @@ void launch_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int 
   check_cuda(cudaGetLastError(), name);
 }
 
-// For the launches below: kernels that wait for earlier ones (attribute 0), with the other attributes given.
-template <int kCount, class Kernel, class... Args>
-void launch_with(cudaLaunchAttribute (&attributes)[kCount], const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes,
-                 cudaStream_t stream, const Args&... args) {
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  if (smem_bytes > 0) allow_shared_memory(name, reinterpret_cast<const void*>(kernel), smem_bytes);
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
-  config.attrs = attributes, config.numAttrs = kCount;
-  cudaLaunchKernelEx(&config, kernel, args...);
-  check_cuda(cudaGetLastError(), name);  // also clears the error
-}
-
 // Like launch_kernel, for kernels whose threads all call ptx::wait_for_earlier_kernels() before they access global memory.
 // Their blocks start as soon as the blocks of the previous kernel have ended, without waiting for its memory flush. From
 // compute capability 9.0 on.
 template <class Kernel, class... Args>
 void launch_waiting_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
                            const Args&... args) {
-  cudaLaunchAttribute attributes[1] = {};
-  launch_with(attributes, name, kernel, grid, threads, smem_bytes, stream, args...);
-}
-
-// The same, in clusters of `cluster` blocks that follow each other in x.
-template <class Kernel, class... Args>
-void launch_waiting_clusters(const char* name, Kernel kernel, dim3 grid, int cluster, int threads, int smem_bytes, cudaStream_t stream,
-                             const Args&... args) {
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  launch_with(attributes, name, kernel, grid, threads, smem_bytes, stream, args...);
+  if (smem_bytes > 0) allow_shared_memory(name, reinterpret_cast<const void*>(kernel), smem_bytes);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args...);
+  check_cuda(cudaGetLastError(), name);  // also clears the error
 }
 #endif
 

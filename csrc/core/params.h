@@ -85,7 +85,7 @@ struct AttentionParams : Problem {
   // Calls through kLinearOfShortened (linear/algorithm.h): the length to which rows of q and k are shortened, and the factors of k, lim / |k|
   // or 1 (normalize/normalize.h). 0: q and k are as they are.
   float lim;
-  float* k_factor;               // (b, hk, m) contiguous: written by the forward, read by the backward
+  const float* k_factor;         // (b, hk, m) contiguous
 
   // Tables that the launchers of the quadratic kernels fill from bounds, causality and window (quadratic/bounds.h).
   const Range* key_table;    // (b, hk, n): the keys that a query sees

@@ -150,7 +150,15 @@ __device__ __forceinline__ float sum_of_squares(const Slice& x, float scale) {
   return sum;
 }
 
-template <class Element, bool kAligned>
+// Limits of sums of squares in which no element that matters overflowed or was rounded away.
+constexpr float kLeastSum = 0x1p-96f, kMostSum = 0x1p120f;
+// Factors for rows with other sums. Such rows are shorter than 2^-48, down to 2^-149, or longer than 2^60, up to 2^132. Squares
+// of the elements that matter are then between 2^-98 and 2^104.
+constexpr float kScaleUp = 0x1p100f, kScaleDown = 0x1p-80f;
+constexpr float kBelowOne = 0x1.fffffep-1f;
+
+// kScales: else only the factors are written.
+template <class Element, bool kAligned, bool kScales>
 __global__ void __launch_bounds__(kThreads)
     normalize_tokens_kernel(const __grid_constant__ NormalizeParams p, const __grid_constant__ Launch launch) {
   constexpr int kRows = kForwardRows<kAligned>;
@@ -182,8 +190,10 @@ __global__ void __launch_bounds__(kThreads)
     const bool too_long = sums[r] > lim * lim;  // also correct if the square overflows or underflows, as sums do not
     const float back = too_long ? p.lim * rsqrtf(sums[r]) : 1.f;
     scale = too_long ? scale : 1.f;
-    Slice::store(tensor.out, int64_t{rows.number(r)} * p.d, rows.lane, rows.lanes, p.d,
-                 [&](int i) { return x[r][i] * scale * back; });
+    if constexpr (kScales) {
+      Slice::store(tensor.out, int64_t{rows.number(r)} * p.d, rows.lane, rows.lanes, p.d,
+                   [&](int i) { return x[r][i] * scale * back; });
+    }
     if (rows.lane == 0) tensor.factor[rows.number(r)] = too_long ? fminf(scale * back, kBelowOne) : 1.f;
   }
 }
@@ -255,8 +265,12 @@ void dispatch(const NormalizeParams& p, const Function& function) {
 
 void launch_normalize_tokens(const NormalizeParams& p, cudaStream_t stream) {
   dispatch(p, [&](auto element, auto aligned) {
-    launch_rows("normalize_tokens", normalize_tokens_kernel<decltype(element), aligned>, kForwardRows<aligned>, p, stream);
+    launch_rows("normalize_tokens", normalize_tokens_kernel<decltype(element), aligned, true>, kForwardRows<aligned>, p, stream);
   });
+}
+
+void launch_token_factors(const NormalizeParams& p, cudaStream_t stream) {
+  launch_rows("token_factors", normalize_tokens_kernel<__nv_bfloat16, true, false>, kForwardRows<true>, p, stream);
 }
 
 void launch_normalize_tokens_backward(const NormalizeParams& p, cudaStream_t stream) {

@@ -13,14 +13,6 @@ inline constexpr int kMaxNormalizedDim = 256;           // capacity of the lanes
 inline constexpr int kMaxNormalizedRows = INT_MAX / 2;  // per tensor: row indices, rounded up, are int
 inline constexpr double kMaxNormalizedLim = 0x1p60;  // and its reciprocal is the smallest limit, so that no factor underflows
 
-// Limits of sums of squares in which no element that matters overflowed or was rounded away.
-inline constexpr float kLeastSum = 0x1p-96f, kMostSum = 0x1p120f;
-// Factors for rows with other sums. Such rows are shorter than 2^-48, down to 2^-149, or longer than 2^60, up to 2^132. Squares
-// of the elements that matter are then between 2^-98 and 2^104.
-inline constexpr float kScaleUp = 0x1p100f, kScaleDown = 0x1p-80f;
-// The most that a factor of a shortened row is: others are exactly 1.
-inline constexpr float kBelowOne = 0x1.fffffep-1f;
-
 // q or k, (b, h, n, d). Row indices follow the order of a dense tensor: token-major (b, n, h) or contiguous (b, h, n).
 struct NormalizedTensor {
   int rows;          // b h n, up to kMaxNormalizedRows; 0: nothing to do
@@ -43,6 +35,7 @@ struct NormalizeParams {
 };
 
 void launch_normalize_tokens(const NormalizeParams& p, cudaStream_t stream);
+void launch_token_factors(const NormalizeParams& p, cudaStream_t stream);  // the factors alone, of aligned rows in bf16
 void launch_normalize_tokens_backward(const NormalizeParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

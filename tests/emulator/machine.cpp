@@ -26,7 +26,6 @@ namespace {
 constexpr int kSharedWindow = 1 << 18;  // what 14 bits of an address by 16 bytes reach
 constexpr int kRegisters = 65536;
 constexpr uint32_t kNever = UINT32_MAX;
-constexpr uint32_t kClusterWindow = 1 << 24;  // of a block in the addresses of its cluster, which begin behind its own
 constexpr double kSpinSeconds = 20;  // without progress of any block, while some wait for each other
 
 }  // namespace
@@ -45,7 +44,7 @@ namespace {
 
 // ---- what threads wait for
 
-enum class Waits { kNothing, kOthersFirst, kExchange, kBarrier, kCluster, kMbarrier, kRegisters };
+enum class Waits { kNothing, kOthersFirst, kExchange, kBarrier, kMbarrier, kRegisters };
 
 struct Write {  // a copy from shared memory
   bool is_box;
@@ -69,7 +68,7 @@ struct SmallCopy {
 struct Progress {
   uint32_t issued = 0, loaded = 0, retired = 0;
 };
-// What a warp, or a barrier, knows of each warp of the cluster.
+// What a warp, or a barrier, knows of each warp.
 using Known = std::vector<Progress>;
 
 void learn(Known& known, const Known& more) {
@@ -163,7 +162,7 @@ struct LaunchState {
   const Launch* launch;
   const std::function<void()>* kernel;
   Schedule schedule;
-  std::atomic<uint64_t> next_cluster{0};
+  std::atomic<uint64_t> next_block{0};
   std::atomic<uint64_t> progress{0};
   std::atomic<bool> failed{false};
   std::mutex mutex;
@@ -180,46 +179,27 @@ void fiber_entry();
 
 struct Failure {};  // outside of a fiber; what failed is in Block::error
 
-class Block;
-// Blocks of a thread of the operating system, which take turns; one alone is a cluster too. `current` has emulator_shared.
-struct Cluster {
-  std::vector<std::unique_ptr<Block>> blocks;
-  Block* current = nullptr;
-  // barrier.cluster
-  uint64_t generation = 0;
-  int arrived = 0;
-  Known arriving, known[2];  // known: of the generation that ended
-
-  int live() const;
-  void end_generation();
-};
-
 class Block {
  public:
-  Block(LaunchState& state, uint3 index, uint64_t number, Cluster& cluster, int rank, Stacks& stacks)
+  Block(LaunchState& state, uint3 index, uint64_t number, Stacks& stacks)
       : state(state),
-        cluster(cluster),
-        rank(rank),
         index(index),
         schedule(state.schedule),
         random(schedule.seed * 1000003 + number),
         warps(state.launch->threads / kWarp),
         fibers(state.launch->threads),
         dim(state.launch->threads),
-        live(state.launch->threads),
-        first_warp(rank * static_cast<int>(warps.size())) {
+        live(state.launch->threads) {
     if (state.launch->threads % kWarp != 0) throw std::logic_error("a block is whole warps");
-    // Where shared memory begins is not said, but for the alignment that kernels declare. It is the same in a cluster.
-    std::mt19937_64 of_cluster(schedule.seed * 1000003 + number / state.launch->cluster);
-    first_address = 1024 + (schedule.warps == Schedule::Warps::kRandom ? of_cluster() % 8 * 128 : 0);
+    // Where shared memory begins is not said, but for the alignment that kernels declare.
+    first_address = 1024 + (schedule.warps == Schedule::Warps::kRandom ? random() % 8 * 128 : 0);
     if (first_address + state.launch->shared_bytes > kSharedWindow) first_address = 1024;
-    saved.assign(state.launch->cluster > 1 ? state.launch->shared_bytes : 0, 0xff);
-    if (rank == 0) std::memset(emulator_shared, 0xff, sizeof(emulator_shared));
+    std::memset(emulator_shared, 0xff, sizeof(emulator_shared));
     granules.assign(kSharedWindow / 16, {});
     const size_t used = (state.launch->shared_bytes + 15) / 16;
     last_loads.assign(4 * used * warps.size(), 0), last_products.assign(used * warps.size(), 0), last_stores.assign(4 * used, {});
-    for (Warp& warp : warps) warp.known = nothing();
-    for (NamedBarrier& barrier : barriers) barrier.arriving = barrier.known[0] = barrier.known[1] = nothing();
+    for (Warp& warp : warps) warp.known.resize(warps.size());
+    for (NamedBarrier& barrier : barriers) barrier.arriving = barrier.known[0] = barrier.known[1] = Known(warps.size());
     stacks.reserve(dim);
     for (int i = 0; i < dim; ++i) {
       Fiber& f = fibers[i];
@@ -241,21 +221,29 @@ class Block {
     }
   }
 
-  // What a warp knows at first.
-  Known nothing() const { return Known(warps.size() * state.launch->cluster); }
-
-  // Lets a warp of this block, which has shared memory, go on. Returns whether one could.
-  bool run_one_warp() {
-    asynchronous_step();
-    const int warp = pick_warp();
-    if (warp < 0) return false;
-    run_warp(warp);
-    if (++steps % 64 == 0) state.progress.fetch_add(1, std::memory_order_relaxed);
-    if (live == 0 && error.empty()) check_end();
-    return true;
+  // Until all threads ended, or one failed.
+  void run() {
+    try {
+      run_threads();
+    } catch (const Failure&) {
+    }
   }
-  // Whether something that warps wait for came.
-  bool bring_one() { return finish_one_load() || wake_spinning(); }
+  void run_threads() {
+    while (live > 0 && error.empty()) {
+      if (state.failed.load(std::memory_order_relaxed)) return;
+      asynchronous_step();
+      const int warp = pick_warp();
+      if (warp < 0) {
+        if (finish_one_load()) continue;
+        if (wake_spinning()) continue;
+        error = "deadlock: " + who_waits();
+        break;
+      }
+      run_warp(warp);
+      if (++steps % 64 == 0) state.progress.fetch_add(1, std::memory_order_relaxed);
+    }
+    if (error.empty()) check_end();
+  }
 
   void run_warp(int w) {
     Warp& warp = warps[w];
@@ -306,17 +294,13 @@ class Block {
 
   bool is_dynamic(uint32_t address) const { return address >= first_address && address < kSharedWindow + first_address; }
   unsigned char* shared(uint32_t address, uint32_t bytes) {
-    if (!is_dynamic(address)) {
-      if (address >= kClusterWindow) fail("an address of the cluster's shared memory, where one of the block's own belongs");
-      if (state.launch->cluster > 1) fail("static shared memory, or none, in a cluster");
-      return emulator_shared + static_cast<int32_t>(address - first_address);  // static
-    }
+    if (!is_dynamic(address)) return emulator_shared + static_cast<int32_t>(address - first_address);  // static
     const uint32_t offset = address - first_address;
     if (offset + bytes > static_cast<uint32_t>(state.launch->shared_bytes)) {
       fail("shared memory: bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) + " of " +
            std::to_string(state.launch->shared_bytes));
     }
-    return (cluster.current == this ? emulator_shared : saved.data()) + offset;
+    return emulator_shared + offset;
   }
   template <class Function>
   void for_each_granule(uint32_t address, uint32_t bytes, const Function& fn) {
@@ -380,7 +364,7 @@ class Block {
   // What a barrier learns when the warp that runs arrives.
   const Known& tell() {
     Warp& w = warp();
-    w.known[first_warp + warp_index()] = {w.now, loaded(), w.retired};
+    w.known[warp_index()] = {w.now, loaded(), w.retired};
     ++w.now;
     return w.known;
   }
@@ -390,39 +374,34 @@ class Block {
   void check_was_stored(uint32_t address, uint32_t bytes, const char* reader) {
     for_each_word(address, bytes, [&](uint32_t i) {
       const Store& last = last_stores[i];
-      if (last.count == 0 || last.warp == warp_index() || last.count <= warp().known[first_warp + last.warp].issued) return;
+      if (last.count == 0 || last.warp == warp_index() || last.count <= warp().known[last.warp].issued) return;
       fail(reader + (" of " + name_of(address)) + ", which warp " + std::to_string(last.warp) + " wrote; no barrier tells so");
     });
   }
   // Before a write: loads, products and stores by other warps. by_copy: by the copy engine, for which a load has to have its value, also
-  // one of the same warp; other writes follow loads that were issued. known: by the warp that writes, which may be another block's.
-  void check_was_used(uint32_t address, uint32_t bytes, bool by_copy, const Known& known) {
+  // one of the same warp; other writes follow loads that were issued.
+  void check_was_used(uint32_t address, uint32_t bytes, bool by_copy) {
     const auto refuse = [&](int w, const char* why) {
       fail((by_copy ? "a copy to " : "a store to ") + name_of(address) + ", which warp " + std::to_string(w) + why);
     };
+    Known& known = warp().known;
+    known[warp_index()] = {warp().now, by_copy ? loaded() : 0, warp().retired};
     const int count = static_cast<int>(warps.size());
-    const Progress* of_warps = known.data() + first_warp;
     for_each_granule(address, bytes, [&](const Granule&, uint32_t i) {
       for (int w = 0; w < count; ++w) {
-        if (products_of(i)[w] > of_warps[w].retired) refuse(w, " has in a product; no barrier tells that it waited for it");
+        if (products_of(i)[w] > known[w].retired) refuse(w, " has in a product; no barrier tells that it waited for it");
       }
     });
     for_each_word(address, bytes, [&](uint32_t i) {
       for (int w = 0; w < count; ++w) {
-        if (loads_of(i)[w] > of_warps[w].issued) refuse(w, " loaded; no barrier tells so");
-        if (by_copy && loads_of(i)[w] > of_warps[w].loaded) {
+        if (loads_of(i)[w] > known[w].issued) refuse(w, " loaded; no barrier tells so");
+        if (by_copy && loads_of(i)[w] > known[w].loaded) {
           refuse(w, " released while its load of it may be on its way: neither a fence nor a product waited for it");
         }
       }
       const Store& store = last_stores[i];
-      if (store.count > 0 && store.count > of_warps[store.warp].issued) refuse(store.warp, " wrote; no barrier tells so");
+      if (store.count > 0 && store.count > known[store.warp].issued) refuse(store.warp, " wrote; no barrier tells so");
     });
-  }
-  // What the warp that runs knows before a write.
-  const Known& known_to_write(bool by_copy) {
-    Known& known = warp().known;
-    known[first_warp + warp_index()] = {warp().now, by_copy ? loaded() : 0, warp().retired};
-    return known;
   }
 
   // ---- mbarriers
@@ -475,35 +454,19 @@ class Block {
   }
   static uint32_t box_bytes(const TensorMap& m) { return uint32_t{m.box[0]} * m.box[1] * m.box[2] * m.box[3] * m.element_bytes; }
 
-  // to: bit r for the block of rank r in the cluster.
-  void start_load(const Load& load, uint32_t to) {
+  void start_load(Load&& load) {
     touch();
-    if (to == 0 || to >> state.launch->cluster != 0) fail("a copy to blocks that the cluster does not have");
-    const Known& known = known_to_write(/*by_copy=*/true);
-    for (int r = 0; r < state.launch->cluster; ++r) {
-      if ((to >> r & 1u) != 0) peer(r).receive(load, known);
-    }
-  }
-  void receive(const Load& load, const Known& known) {
     std::memset(shared_to_write(load.dst, load.bytes, "a copy"), 0xff, load.bytes);
-    check_was_used(load.dst, load.bytes, true, known);
+    check_was_used(load.dst, load.bytes, true);
     for_each_granule(load.dst, load.bytes, [](Granule& granule, uint32_t) { ++granule.incoming, granule.writer = 0; });
     for_each_word(load.dst, load.bytes, [&](uint32_t i) { last_stores[i] = {}; });
     mbarrier(load.barrier);
     if (schedule.asynchronous == Schedule::Asynchronous::kAtOnce) {
       finish(load);
     } else {
-      loads.push_back(load);
+      loads.push_back(std::move(load));
     }
   }
-  // The block of a rank, which must not have ended.
-  Block& peer(int r) {
-    if (r < 0 || r >= state.launch->cluster) fail("a block that the cluster does not have");
-    Block& block = *cluster.blocks[r];
-    if (block.live == 0) fail("an access to shared memory of a block that has ended");
-    return block;
-  }
-
   void finish(const Load& load) {
     if (load.is_box) {
       for_each_chunk(tensor_map_of(load.map), load.dst, load.box, [&](uint32_t at, const unsigned char* memory, uint32_t bytes) {
@@ -517,10 +480,7 @@ class Block {
     for_each_granule(load.dst, load.bytes, [](Granule& granule, uint32_t) { --granule.incoming; });
     Mbarrier& barrier = mbarrier(load.barrier);
     barrier.bytes -= load.bytes;
-    // Bytes that another block sends may come before those are expected.
-    if (barrier.bytes < 0 && barrier.pending == 0) {
-      fail("more bytes came to the mbarrier at " + name_of(load.barrier) + " than its phase expects");
-    }
+    if (barrier.bytes < 0) fail("more bytes came to the mbarrier at " + name_of(load.barrier) + " than its phase expects");
     end_phase_if_complete(load.barrier, barrier);
   }
   bool finish_one_load() {
@@ -809,7 +769,6 @@ class Block {
         return "barrier " + std::to_string(f.address) + " (" + std::to_string(b.arrived) + " of " + std::to_string(b.threads) +
                " threads came)";
       }
-      case Waits::kCluster: return "the cluster (" + std::to_string(cluster.arrived) + " threads came)";
       case Waits::kMbarrier: {
         const Mbarrier& b = mbarriers.at(f.address);
         return "mbarrier at " + name_of(f.address) + ", parity " + std::to_string(f.parity) + " (phase " + std::to_string(b.phase) +
@@ -842,15 +801,12 @@ class Block {
   }
 
   LaunchState& state;
-  Cluster& cluster;
-  int rank;
   uint3 index;
   Schedule schedule;
   std::mt19937_64 random;
   std::vector<Warp> warps;
   std::vector<Fiber> fibers;
-  int dim, live, first_warp, current = 0, last_warp = -1;  // first_warp: in Known
-  std::vector<unsigned char> saved;                        // shared memory while another block of the cluster runs
+  int dim, live, current = 0, last_warp = -1;
   bool in_fiber = false;
   uint32_t first_address = 0;
   uint64_t steps = 0, seen_progress = 0;
@@ -870,71 +826,6 @@ class Block {
 
 thread_local Block* block = nullptr;
 
-int Cluster::live() const {
-  int sum = 0;
-  for (const auto& member : blocks) sum += member->live;
-  return sum;
-}
-void Cluster::end_generation() {
-  known[generation % 2] = arriving;
-  arrived = 0, ++generation;
-  for (const auto& member : blocks) {
-    member->wake_all([](const Fiber& f) { return f.waits == Waits::kCluster; });
-  }
-}
-
-// Runs blocks in turns until all threads ended or one failed. At random: a block goes on for some time. Else as far as it can.
-class Turns {
- public:
-  explicit Turns(Cluster& cluster) : cluster_(cluster), random_(cluster.blocks[0]->random()) {}
-
-  void run(const LaunchState& state) {
-    try {
-      while (cluster_.live() > 0 && !state.failed.load(std::memory_order_relaxed) && all_are_right()) {
-        if (!any([](Block& b) { return b.run_one_warp(); }) && !any([](Block& b) { return b.bring_one(); })) {
-          std::string& error = cluster_.current->error;
-          error = "deadlock";
-          for (const auto& b : cluster_.blocks) {
-            if (cluster_.blocks.size() > 1) error += ": block " + std::to_string(b->rank);
-            if (b->live > 0) error += ": " + b->who_waits();
-          }
-        }
-      }
-    } catch (const Failure&) {
-    }
-  }
-
- private:
-  bool all_are_right() const {
-    return std::all_of(cluster_.blocks.begin(), cluster_.blocks.end(), [](const auto& b) { return b->error.empty(); });
-  }
-  // Whether fn, of the block that runs or of another one, could do something.
-  template <class Function>
-  bool any(const Function& fn) {
-    const size_t count = cluster_.blocks.size();
-    if (count > 1 && cluster_.blocks[turn_]->schedule.warps == Schedule::Warps::kRandom && random_() % 8 == 0) turn_ = random_() % count;
-    for (size_t i = 0; i < count; ++i, turn_ = (turn_ + 1) % count) {
-      Block& next = *cluster_.blocks[turn_];
-      if (next.live == 0) continue;
-      give_shared_memory(next);
-      block = &next;
-      if (fn(next)) return true;
-    }
-    return false;
-  }
-  void give_shared_memory(Block& next) {
-    Block*& current = cluster_.current;
-    if (current == &next) return;
-    std::memcpy(current->saved.data(), emulator_shared, current->saved.size());
-    std::memcpy(emulator_shared, next.saved.data(), next.saved.size());
-    current = &next;
-  }
-
-  Cluster& cluster_;
-  std::mt19937_64 random_;
-  size_t turn_ = 0;
-};
-
 void fiber_entry() {
   (*block->state.kernel)();
   Fiber& f = block->fiber();
@@ -946,8 +837,6 @@ void fiber_entry() {
     all.end_generation();
     block->wake_all([](const Fiber& g) { return g.waits == Waits::kBarrier && g.address == 0; });
   }
-  Cluster& cluster = block->cluster;
-  if (cluster.arrived > 0 && cluster.arrived == cluster.live()) cluster.end_generation();
   for (;;) block->back_to_scheduler();
 }
 
@@ -980,36 +869,25 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
   LaunchState state{&launch, &kernel, Schedule::of(schedule_number)};
   const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
   if (launch.shared_bytes > 227 * 1024) throw std::runtime_error("emulator: " + launch.name + ": too much shared memory");
-  const int size = launch.cluster;
-  if (size < 1 || size > 8 || launch.grid.x % size != 0) {
-    throw std::runtime_error("emulator: " + launch.name + ": no grid of such clusters");
-  }
   const auto work = [&] {
-    std::vector<Stacks> stacks(size);
-    for (uint64_t first; !state.failed && (first = size * state.next_cluster++) < blocks;) {
-      Cluster cluster;
-      for (int rank = 0; rank < size; ++rank) {
-        const uint64_t i = first + rank;
-        const uint3 index{static_cast<unsigned>(i % launch.grid.x), static_cast<unsigned>(i / launch.grid.x % launch.grid.y),
-                          static_cast<unsigned>(i / launch.grid.x / launch.grid.y)};
-        cluster.blocks.push_back(std::make_unique<Block>(state, index, i, cluster, rank, stacks[rank]));
-      }
-      cluster.current = cluster.blocks[0].get();
-      cluster.arriving = cluster.known[0] = cluster.known[1] = cluster.current->nothing();
-      Turns(cluster).run(state);
+    Stacks stacks;
+    for (uint64_t i; !state.failed && (i = state.next_block++) < blocks;) {
+      const uint3 index{static_cast<unsigned>(i % launch.grid.x), static_cast<unsigned>(i / launch.grid.x % launch.grid.y),
+                        static_cast<unsigned>(i / launch.grid.x / launch.grid.y)};
+      Block now(state, index, i, stacks);
+      block = &now;
+      now.run();
       block = nullptr;
       ++state.progress;
-      for (const auto& now : cluster.blocks) {
-        if (now->error.empty()) continue;
+      if (!now.error.empty()) {
         const std::lock_guard<std::mutex> lock(state.mutex);
-        if (state.error.empty()) state.error = "block " + std::to_string(first + now->rank) + ": " + now->error;
+        if (state.error.empty()) state.error = "block " + std::to_string(i) + ": " + now.error;
         state.failed = true;
       }
     }
   };
   std::vector<std::thread> threads;
-  const uint64_t at_once = std::max(1, resident_blocks / size);
-  for (uint64_t i = 0; i < std::min<uint64_t>(blocks / size, at_once); ++i) threads.emplace_back(work);
+  for (uint64_t i = 0; i < std::min<uint64_t>(blocks, resident_blocks); ++i) threads.emplace_back(work);
   for (std::thread& thread : threads) thread.join();
   if (state.failed) throw std::runtime_error("emulator: " + launch.name + ": " + state.error);
 }
@@ -1042,7 +920,7 @@ uint32_t shared_address(const void* p) {
 const unsigned char* shared_to_read(uint32_t address, uint32_t bytes) { return block->load(address, bytes); }
 unsigned char* shared_to_write(uint32_t address, uint32_t bytes) {
   unsigned char* p = block->shared_to_write(address, bytes, "a store");
-  block->check_was_used(address, bytes, false, block->known_to_write(/*by_copy=*/false));
+  block->check_was_used(address, bytes, false);
   block->for_each_granule(address, bytes, [](Block::Granule& granule, uint32_t i) {
     granule.writer = static_cast<uint16_t>(block->current + 1);
     block->fiber().unfenced.push_back(i);
@@ -1134,48 +1012,20 @@ void barrier_arrive(int barrier, int threads) {
   arrive(barrier, threads, 0);
 }
 
-int cluster_rank() { return block->rank; }
-uint32_t cluster_address(uint32_t address, int rank) {
-  if (rank < 0 || rank >= block->state.launch->cluster) fail("an address in a block that the cluster does not have");
-  return address + kClusterWindow * (rank + 1);
-}
-void cluster_sync() {
-  touch();
-  Cluster& cluster = block->cluster;
-  const uint64_t generation = cluster.generation;
-  learn(cluster.arriving, block->tell());
-  if (++cluster.arrived == cluster.live()) cluster.end_generation();
-  else block->wait(Waits::kCluster);
-  block->learn(cluster.known[generation % 2]);
-}
-
 void mbarrier_init(uint32_t address, int arrivals) {
   if (address % 8 != 0 || arrivals < 1) fail("an mbarrier that is not aligned, or of no arrivals");
   const uint64_t word = Block::mbarrier_word(address);
   std::memcpy(block->shared(address, 8), &word, 8);
-  const Known nothing = block->nothing();
+  const Known nothing(block->warps.size());
   if (!block->mbarriers.insert({address, {arrivals, arrivals, 0, 0, nothing, nothing}}).second) fail("an mbarrier that is initialised twice");
 }
-namespace {
-
-void arrive_at(Block& of, uint32_t address, int arrivals) {
-  Mbarrier& barrier = of.mbarrier(address);
-  if (arrivals > barrier.pending) fail("more arrivals at the mbarrier at " + of.name_of(address) + " than its phase waits for");
-  barrier.pending -= arrivals;
-  learn(barrier.arriving, block->tell());
-  of.end_phase_if_complete(address, barrier);
-}
-
-}  // namespace
-
 void mbarrier_arrive(uint32_t address, int arrivals) {
   touch();
-  arrive_at(*block, address, arrivals);
-}
-void mbarrier_arrive_in_cluster(uint32_t address) {
-  touch();
-  if (address < kClusterWindow) fail("an arrival in the cluster at an address of the block's own");
-  arrive_at(block->peer(address / kClusterWindow - 1), address % kClusterWindow, 1);
+  Mbarrier& barrier = block->mbarrier(address);
+  if (arrivals > barrier.pending) fail("more arrivals at the mbarrier at " + block->name_of(address) + " than its phase waits for");
+  barrier.pending -= arrivals;
+  learn(barrier.arriving, block->tell());
+  block->end_phase_if_complete(address, barrier);
 }
 void mbarrier_expect(uint32_t address, uint32_t bytes) {
   touch();
@@ -1203,10 +1053,10 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
   block->learn(barrier.known);
 }
 
-void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box, uint32_t to_blocks) {
+void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box) {
   const TensorMap& m = tensor_map_of(map);
   block->check_box(m, dst);
-  block->start_load({true, map, box, nullptr, dst, Block::box_bytes(m), barrier}, to_blocks == 0 ? 1u << block->rank : to_blocks);
+  block->start_load({true, map, box, nullptr, dst, Block::box_bytes(m), barrier});
 }
 namespace {
 
@@ -1220,7 +1070,7 @@ void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
 
 void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
   check_bulk(src, dst, bytes);
-  block->start_load({false, {}, {}, src, dst, bytes, barrier}, 1u << block->rank);
+  block->start_load({false, {}, {}, src, dst, bytes, barrier});
 }
 void prefetch_bulk(const void* src, uint32_t bytes) {
   touch();

@@ -1,6 +1,6 @@
 // A block of a Hopper multiprocessor on the CPU: what its threads see of each other and of what runs beside them.
 //
-// Threads of a block, or of a cluster's blocks, are fibers of one thread of the operating system; clusters of a grid are such threads. A fiber runs until it waits
+// Threads of a block are fibers of one thread of the operating system; blocks of a grid are such threads. A fiber runs until it waits
 // for another one (a barrier, a warp's collective) or for nothing (touch), so that a schedule is a number: Schedule says in which
 // order what can run does, and when what is asynchronous happens. Whatever is undefined on the device is an error here, or poison
 // (NaN): what copies are still to bring, accumulators of products in flight, shared memory that nobody wrote. So are accesses to shared
@@ -45,7 +45,6 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;  // blocks, side by side in x; their shared memory is dynamic
 };
 void run(const Launch& launch, const std::function<void()>& kernel);
 
@@ -133,15 +132,6 @@ void mbarrier_expect(uint32_t address, uint32_t bytes);
 bool mbarrier_test(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
-// ---- clusters
-
-int cluster_rank();
-// Of the same place in the shared memory of a block of the cluster: for nothing but what says so.
-uint32_t cluster_address(uint32_t address, int rank);
-void mbarrier_arrive_in_cluster(uint32_t address);
-// Arrives and waits, as all threads of the cluster that have not ended do.
-void cluster_sync();
-
 // ---- copies
 
 // What cuTensorMapEncodeTiled leaves in a CUtensorMap here.
@@ -163,8 +153,7 @@ struct Box {
 
 enum class Combine { kReplace, kAddFloat, kAdd16 };
 
-// to_blocks: bit r for the block of rank r in the cluster, at the same addresses; 0: this block.
-void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box, uint32_t to_blocks = 0);
+void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box);
 void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier);
 // Brings nothing, but fails where the instruction would.
 void prefetch_bulk(const void* src, uint32_t bytes);

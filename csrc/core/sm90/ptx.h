@@ -28,23 +28,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// [mapa] The address, in the cluster's shared memory, of the same place in the block of this rank.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
-  uint32_t of_cluster;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(of_cluster) : "r"(address), "r"(rank));
-  return of_cluster;
-}
-
-// [mbarrier.arrive] At a cluster_address; predicated like mbarrier_arrive_if.
-__device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool condition) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(barrier),
-               "r"(static_cast<uint32_t>(condition))
-               : "memory");
-}
-
-// [barrier.cluster] Arrives and waits for all threads of the cluster that have not ended. Lanes may come apart.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+// [mbarrier.arrive] Arrives in place of `arrivals` threads.
+__device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // [griddepcontrol.wait] Waits until the previous kernels in the stream have ended and their writes are visible (launch.h).
@@ -82,17 +68,6 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
       "l"(&map), "r"(barrier), "r"(column), "r"(token), "r"(head), "r"(batch)
-      : "memory");
-}
-
-// [cp.async.bulk.tensor] Copies a box to the same place in the shared memory of blocks of the cluster, and counts its bytes at the barrier
-// of each: bit r of `blocks` stands for rank r.
-__device__ __forceinline__ void tma_load_to_blocks(uint32_t dst, const CUtensorMap& map, uint32_t barrier, int column, int token, int head,
-                                                   int batch, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], "
-      "%7;" ::"r"(dst),
-      "l"(&map), "r"(barrier), "r"(column), "r"(token), "r"(head), "r"(batch), "h"(blocks)
       : "memory");
 }
 

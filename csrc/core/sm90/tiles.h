@@ -56,14 +56,6 @@ struct SwizzledTile {
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) ptx::tma_load(tile + i * kPanelBytes, map, barrier, i * kPanelCols, token, head, batch);
   }
-  // To several blocks of the cluster (ptx::tma_load_to_blocks), each of which expects kBytes.
-  static __device__ __forceinline__ void load_to_blocks(uint32_t tile, const CUtensorMap& map, uint32_t barrier, int token, int head,
-                                                        int batch, uint16_t blocks) {
-#pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-      ptx::tma_load_to_blocks(tile + i * kPanelBytes, map, barrier, i * kPanelCols, token, head, batch, blocks);
-    }
-  }
   static __device__ __forceinline__ void store(uint32_t tile, const CUtensorMap& map, int token, int head, int batch) {
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) ptx::tma_store(map, tile + i * kPanelBytes, i * kPanelCols, token, head, batch);

@@ -2,7 +2,7 @@
 //
 // Workspace per state (b * hk of them): parts * (head_dim_qk head_dim_v + head_dim_qk + head_dim_v + 4) floats, parts about what fills
 // the device; in the backward also g (as grad_o) and e (a float per row), or in place of g 1 / z (another one). fp16 adds fp32 copies
-// of q, k and v. Shortened rows add, in the backward, a float per query, and one per key if keys do not end with a tile. All O(n d).
+// of q, k and v. Shortened rows add a float per key, if keys do not end with a tile, and in the backward one per query. All O(n d).
 
 #include <algorithm>
 #include <optional>
@@ -83,12 +83,14 @@ struct KeyFactors {
 struct FwdPlan {
   Linear1Problem problem;
   WidenedInputs inputs;
+  KeyFactors key_factors;
   float* prefixes;
   size_t bytes;
 
   FwdPlan(const FwdParams& p, const Linear1Walks& walks, Workspace w)
       : problem(make_problem(p, walks, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.d, p.dv)),
-        inputs(p, w) {
+        inputs(p, w),
+        key_factors(p, problem, w) {
     prefixes = w.take<float>(state_floats(p, problem));
     bytes = w.used();
   }
@@ -146,8 +148,8 @@ void run_walk(const Problem& p, const Linear1Walks& walks, Linear1WalkArgs walk,
   Linear1SumArgs sums{walk};
   sums.y = walk.y, sums.w = walk.w;
   sums.y_mask = walk.y_mask;
-  sums.w_scale = sums.matrix_scale = walk.w_scale;
-  sums.factors = walk.factors, sums.lim = walk.lim;
+  sums.y_scale = walk.y_scale, sums.w_scale = walk.w_scale;
+  sums.matrix_scale = walk.y_scale.data != nullptr ? walk.y_scale : walk.w_scale;
   sums.prefixes = prefixes;
   walks.sum(p, sums, stream);
   walk.prefixes = prefixes;
@@ -179,7 +181,7 @@ void launch_linear1_fwd(const FwdParams& p, const Linear1Walks& walks, cudaStrea
   Linear1WalkArgs walk{plan.problem};
   walk.x = in.q, walk.y = in.k, walk.w = in.v;
   walk.y_mask = in.key_mask;
-  walk.factors = p.k_factor;
+  walk.y_scale = plan.key_factors.fill(p, stream);
   walk.lim = p.lim;
   walk.c0 = f.c0, walk.c1 = f.c1;
   walk.out = view(p.o, p.o_stride);

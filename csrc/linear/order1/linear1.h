@@ -10,8 +10,7 @@
 // from sums over parts of y. So y and w are read twice, and once where a single segment per state fills the device.
 //
 // Hopper's kernels can shorten rows of q and k to the length `lim` (normalize="token", AttentionParams::lim): a longer row x counts as
-// F x with F = lim / |x|. No shortened row is written to memory. The forward finds the factors of k and stores them for the backward. F of
-// q is found where its rows are x.
+// F x with F = lim / |x|. No shortened row is written to memory. The factors of k are given, F of q is found where its rows are x.
 #pragma once
 
 #include "core/algorithm.h"
@@ -48,9 +47,7 @@ struct Linear1SumArgs : Linear1Problem {
   RowMask y_mask;
   // Scales of the rows in sum y (e), in sum w and in the matrix (1 / z where w is grad_o: Linear1Walks::divides); null: 1.
   RowScale y_scale, w_scale, matrix_scale;
-  float* factors;   // null, or [state][ny]: F of rows of y, which are found, count in sum y and in the matrix, and are stored here
-  float lim;        // as of Linear1WalkArgs
-  float* prefixes;  // [state][part][linear1_state_floats()]
+  float* prefixes;   // [state][part][linear1_state_floats()]
 };
 
 // out = sum (c0 + c1 x.y) w (/ z); with x_scale, sum c1 (x.y + e_x) w.
@@ -58,9 +55,8 @@ struct Linear1WalkArgs : Linear1Problem {
   View x, y, w;
   RowMask y_mask;
   RowScale x_scale;
-  RowScale w_scale;  // the factors of k, where it is w and lim > 0
-  float* factors;    // where k is y and lim > 0: stored as by Linear1SumArgs
-  float lim;         // to which rows of q and k are shortened; 0: they are as they are
+  RowScale y_scale, w_scale;  // the factors of k, which is y or w, where lim > 0
+  float lim;                  // to which rows of q and k are shortened; 0: they are as they are
   const float* prefixes;
   float c0, c1;
   View out;

@@ -21,8 +21,8 @@ bool linear1_sm90_covers(const AttentionParams& p, Direction) {
 
 constexpr Linear1Walks kLinear1WalksSm90 = {
     [](const Problem& p) { return p.sm_count; },
-    // Blocks of a group load the rows of y and w once, and both make the state; segments read half of the rows once more. At head_dim 128 two
-    // blocks that both loaded all rows took 1.4 times what one takes (one H200).
+    // Blocks of a group read the rows of y twice, from the L2 cache, and both make the state; segments read half of the rows once more,
+    // from memory. At head_dim 128 two blocks took 1.4 times what one takes for the same rows (one H200).
     [](const Problem& p, int64_t walks) { return common_head_dim(p) == 64 && 2 * walks <= p.sm_count ? 2 : 1; },
     [](const Problem& p) { return p.sm_count; },
     [](const Problem& p, const Linear1SumArgs& a, cudaStream_t stream) { linear1_sums_sm90(a, common_head_dim(p), stream); },

@@ -5,13 +5,12 @@
 //   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
 //   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
 //
-// A segment of x is shared by a group of `a.group` blocks, one or (head dim 64) two, which are a cluster. Each adds all rows of the segment
-// to its copy of the state, in tiles of 64, and computes the result of every a.group-th tile, its own tiles. Of two blocks one loads y and
-// the other w, for both. In a block the roles of warps communicate by rings alone:
+// A segment of x is shared by a group of `a.group` blocks. Each adds all rows of the segment to its copy of the state, in tiles of 64, and
+// computes the result of every a.group-th tile, its own tiles. The blocks of a group read the same rows at about the same time, from the L2
+// cache. In a block the roles of warps communicate by rings alone:
 //
 //   warp 0           fills a ring with tiles of y and w, and another one with the block's own tiles of x
 //   warps 1, 2       sums of y and of w, as vectors
-//   warp 3           factors of rows of y, where rows are shortened in the forward
 //   warpgroup 1      the state, in its accumulators; before an own tile, rounded into shared memory
 //   warpgroups 2, 3  results of own tiles, from the state and the vectors before them and the tile's own scores: one tile each, in turn,
 //                    or, in kPair, one gradient each
@@ -24,8 +23,7 @@
 //
 // Rows of q and k can be shortened (linear1.h). The factors F of rows of y or w multiply scores, rows that are added to the state, and
 // sums. Those of rows of x divide the constant in place of multiplying the scores: all weights of a row are then 1 / F times as large. F
-// of a row of x comes from its tile. So do those of y in the forward, where warp 3 finds them for the other warps, and stores them for the
-// backward. The gradient F (grad - q (grad . q) / q . q) of a shortened row is made of its result.
+// of a row of x comes from its tile. The gradient F (grad - q (grad . q) / q . q) of a shortened row is made of its result.
 #include <type_traits>
 
 #include "core/launch.h"
@@ -34,25 +32,25 @@
 #include "linear/order1/sm90/kernels.h"
 #include "linear/order1/tile.h"
 #include "linear/order2/sm90/hopper_walk.h"
-#include "normalize/normalize.h"
 
 namespace fastmax {
 namespace {
 
 enum class Walk { kForward, kGradQ, kPair };
 
+// The most that a factor of a shortened row is: others are exactly 1.
+constexpr float kBelowOne = 0x1.fffffep-1f;
+
 // Coefficients of the rows of y and w, behind the rows of a stage: so many tiles of them, and which one (or none, -1) has those of sum y,
-// of sum w and of the matrix sum y w^T. kFound: a warp finds them; else they are loaded.
-template <int kTiles_, int kY_, int kW_, int kMatrix_, bool kFound_ = false>
+// of sum w and of the matrix sum y w^T.
+template <int kTiles_, int kY_, int kW_, int kMatrix_>
 struct ScaleTiles {
   static constexpr int kTiles = kTiles_, kY = kY_, kW = kW_, kMatrix = kMatrix_, kBytes = kTiles * kScaleBytes;
-  static constexpr bool kFound = kFound_;
-  static constexpr int kLoadedBytes = kFound ? 0 : kBytes;
 };
 using NoScales = ScaleTiles<0, -1, -1, -1>;
 using EScales = ScaleTiles<1, 0, -1, -1>;        // e, for sum e y
 using DividingScales = ScaleTiles<2, 0, 1, 1>;   // e and 1 / z, where w is grad_o
-using FactorsOfY = ScaleTiles<1, 0, -1, 0, true>;  // F, of rows of y that are shortened
+using FactorsOfY = ScaleTiles<1, 0, -1, 0>;      // F, of rows of y that are shortened
 using FactorsOfW = ScaleTiles<1, -1, 0, 0>;      // the same of w
 using ShorteningScales = ScaleTiles<3, 0, 1, 2>; // F e, 1 / z and F / z
 
@@ -60,25 +58,6 @@ template <Walk kWalk, bool kDivides, bool kShortens>
 using ScalesOf = std::conditional_t<
     kWalk == Walk::kPair, std::conditional_t<kShortens, ShorteningScales, std::conditional_t<kDivides, DividingScales, EScales>>,
     std::conditional_t<!kShortens, NoScales, std::conditional_t<kWalk == Walk::kForward, FactorsOfY, FactorsOfW>>>;
-
-// Barriers at which a warp announces that it has found the factors of a stage.
-template <class Scales, int kStages>
-struct Factors {
-  static constexpr int kBarrierBytes = Scales::kFound ? 8 * kStages : 0;
-  uint32_t barriers;
-
-  __device__ __forceinline__ void init() const {
-    for (int i = 0; Scales::kFound && i < kStages; ++i) ptx::mbarrier_init(barriers + 8 * i, 1);
-  }
-  __device__ __forceinline__ void publish(RingPosition at, int lane) const {
-    __syncwarp();
-    ptx::mbarrier_arrive_if(barriers + 8 * at.stage, lane == 0);
-  }
-  // After the wait for the stage.
-  __device__ __forceinline__ void wait(RingPosition at) const {
-    if constexpr (Scales::kFound) ptx::mbarrier_wait(barriers + 8 * at.stage, at.parity);
-  }
-};
 
 // kDivides: x or w is grad_o. kShortens: rows of q and k are shortened; gradients then divide.
 template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens>
@@ -91,7 +70,6 @@ struct WalkTileSm90 {
   static constexpr int kThreads = 512;
   static constexpr bool kTwoX = kPair || kDivides, kThreeX = kWalk == Walk::kGradQ && kShortens;
   static constexpr int kStages = kHeadDim == 64 ? (kThreeX ? 6 : 8) : (kPair || kThreeX ? 3 : 4);
-  static constexpr int kMaxGroup = kHeadDim == 64 ? 2 : 1;  // blocks that share a segment
   // Even: of two warpgroups that take turns each has stages of its own. Of a stage that both read, one would take the parity of the
   // phase before last for its own.
   static constexpr int kXStages = kHeadDim == 64 ? 4 : 2;
@@ -117,8 +95,7 @@ struct WalkTileSm90 {
   static constexpr int kXBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   static constexpr int kStateRing = kXBarriers + Ring<kXStages>::kBarrierBytes;
   static constexpr int kVectorBarriers = kStateRing + Ring<kStateBarriers>::kBarrierBytes;
-  static constexpr int kFactorBarriers = kVectorBarriers + Ring<kVectors>::kBarrierBytes;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kFactorBarriers + Factors<Scales, kStages>::kBarrierBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kVectorBarriers + Ring<kVectors>::kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "rings, states and barriers do not fit");
 };
 
@@ -176,37 +153,27 @@ struct StateSm90 {
       wgmma_commit();
       wgmma_wait<0>();
     } else {
-      constexpr int kSteps = kTileRows / 16, kAhead = kBlocks == 1 ? kSteps : 2;  // as far as registers allow
       const int lane = lane_index(), t = lane % 4;
-      uint32_t f[kAhead][kBlocks][4];
-      const auto scaled = [&](int k, uint32_t(&a)[kBlocks][4]) {
+      uint32_t f[2][kBlocks][4];
+#pragma unroll
+      for (int k = 0; k < kTileRows / 16; ++k) {
+        if (k >= 2) wgmma_wait<1>();  // for the products that read these registers
         const float2 low = ptx::load_shared_f32x2(scales + (16 * k + 2 * t) * 4);
         const float2 high = ptx::load_shared_f32x2(scales + (16 * k + 8 + 2 * t) * 4);
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m) {
-          ptx::ldmatrix_x4_trans(a[m], stage + RowTile::chunk_offset(16 * k + lane % 8 + lane / 16 * 8, 8 * m + 2 * w4 + lane / 8 % 2));
+          uint32_t a[4];
+          ptx::ldmatrix_x4_trans(a, stage + RowTile::chunk_offset(16 * k + lane % 8 + lane / 16 * 8, 8 * m + 2 * w4 + lane / 8 % 2));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float2 scale = i < 2 ? low : high;
-            a[m][i] = ptx::pack_bf16x2(low_bf16(a[m][i]) * scale.x, high_bf16(a[m][i]) * scale.y);
+            f[k % 2][m][i] = ptx::pack_bf16x2(low_bf16(a[i]) * scale.x, high_bf16(a[i]) * scale.y);
           }
+          keep(f[k % 2][m]);
         }
-      };
-      if constexpr (kAhead == kSteps) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) scaled(k, f[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        if constexpr (kAhead < kSteps) {
-          if (k >= kAhead) wgmma_wait<kAhead - 1>();  // for the products that read these registers
-          scaled(k, f[k % kAhead]);
-        }
-#pragma unroll
-        for (int m = 0; m < kBlocks; ++m) keep(f[k % kAhead][m]);
         wgmma_fence();
 #pragma unroll
-        for (int m = 0; m < kBlocks; ++m) Products::template rs<Major::kMN>(acc[m], f[k % kAhead][m], w.mn_major(k));
+        for (int m = 0; m < kBlocks; ++m) Products::template rs<Major::kMN>(acc[m], f[k % 2][m], w.mn_major(k));
         wgmma_commit();
       }
       wgmma_wait<0>();
@@ -258,34 +225,13 @@ struct ColumnSumsSm90 {
   }
 };
 
-// Where chunk i of this lane, of four, is in a row: lanes in different banks.
-template <int kHeadDim>
-__device__ __forceinline__ uint32_t row_chunk(int row, int i) {
-  return RowTileSm90<kHeadDim>::chunk_offset(row, (i ^ row & 1) * 4 + lane_index() % 4);
-}
-// This lane's part of the sum of the squares of a row's elements times `scale`.
-template <int kHeadDim>
-__device__ __forceinline__ float row_squares(uint32_t tile, int row, float scale = 1.f) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 32; ++i) {
-    uint32_t x[4];
-    ptx::load_shared_u32x4(x, tile + row_chunk<kHeadDim>(row, i));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float low = scale * low_bf16(x[j]), high = scale * high_bf16(x[j]);
-      sum = fmaf(low, low, fmaf(high, high, sum));
-    }
-  }
-  return sum;
-}
-// This lane's part of the product of a row of two tiles.
+// This lane's part, of four, of the product of a row of two tiles.
 template <int kHeadDim>
 __device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int row) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kHeadDim / 32; ++i) {
-    const uint32_t at = row_chunk<kHeadDim>(row, i);
+    const uint32_t at = RowTileSm90<kHeadDim>::chunk_offset(row, (i ^ row & 1) * 4 + lane_index() % 4);  // lanes in different banks
     uint32_t x[4], y[4];
     ptx::load_shared_u32x4(x, tile + at);
     ptx::load_shared_u32x4(y, other + at);
@@ -295,75 +241,15 @@ __device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int 
   return sum;
 }
 
-// F of a row, given the sum of the squares of its elements times `scale`; 1 exactly if it is not shortened.
-__device__ __forceinline__ float length_factor(float squares, float lim, float scale = 1.f) {
-  return squares > (lim * scale) * (lim * scale) ? fminf(scale * (lim * rsqrtf(squares)), kBelowOne) : 1.f;
-}
-
-// Finds the factors of a tile's rows: one warp. Stores them as coefficients of the stage, and in `out` those of tokens [0, tokens) of a
-// head; null: does not.
-template <int kHeadDim>
-__device__ __forceinline__ void find_factors(uint32_t tile, uint32_t scales, float lim, float* out, int token, int tokens) {
-  constexpr int kAtOnce = 256 / kHeadDim;
-  const int g = lane_index() / 4, t = lane_index() % 4;
-#pragma unroll 1
-  for (int first = g; first < kTileRows; first += 8 * kAtOnce) {
-    float sums[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) sums[i] = row_squares<kHeadDim>(tile, first + 8 * i);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int row = first + 8 * i;
-      float scale = 1.f;
-      sums[i] = quad_sum(sums[i]);
-      const bool is_exact = sums[i] >= kLeastSum && sums[i] <= kMostSum;
-      if (__any_sync(~0u, !is_exact)) {
-        const float other_scale = sums[i] < 1.f ? kScaleUp : kScaleDown;
-        const float other = quad_sum(row_squares<kHeadDim>(tile, row, other_scale));
-        if (!is_exact) scale = other_scale, sums[i] = other;
-      }
-      const float factor = length_factor(sums[i], lim, scale);
-      if (t == 0) ptx::store_shared_f32(scales + 4 * row, factor);
-      if (t == 0 && out != nullptr && static_cast<unsigned>(token + row) < static_cast<unsigned>(tokens)) out[token + row] = factor;
-    }
-  }
-}
-
-// The ring of y and w. Of a group of two blocks a stage is filled in both at once, after the readers in both have released it.
-//
-// Either block expects all bytes of a stage, its own tile and the other block's. The other block's tile may come first: the phase goes on
-// until the own producer has arrived, and is the right one, since the other producer has waited for the readers here. Producers go over the
-// same stages in the same order, so the one that is behind waits for nothing but readers of stages that both have filled: no deadlock.
-// Blocks end together (the kernel), or a release would arrive at a block that has ended.
-template <int kStages, int kMaxGroup>
-struct GroupRing : Ring<kStages> {
-  const int group;
-  uint32_t other = 0;  // the other block's barriers, as a ptx::cluster_address
-
-  __device__ __forceinline__ GroupRing(uint32_t barriers, int group, int rank) : Ring<kStages>(barriers), group(group) {
-    if (kMaxGroup > 1 && group > 1) other = ptx::cluster_address(barriers, 1 - rank);
-  }
-  __device__ __forceinline__ void release(RingPosition at, int lane) const {
-    Ring<kStages>::release(at, lane);
-    if constexpr (kMaxGroup > 1) ptx::mbarrier_arrive_in_cluster_if(other + 16 * at.stage + 8, lane == 0 && group > 1);
-  }
-};
-
-// Starts a block's loads of a stage: y, w and the coefficients of their rows; of a group of two y or w, and the coefficients.
+// Starts the loads of a stage: y, w and the coefficients of their rows.
 template <int kHeadDim, class Scales, class Args>
 __device__ __forceinline__ void load_rows(const Args& a, const CUtensorMap& y_map, const CUtensorMap& w_map, uint32_t stage, uint32_t scales,
-                                          uint32_t barrier, int token, int head, int batch, int rank, int group) {
+                                          uint32_t barrier, int token, int head, int batch) {
   using RowTile = RowTileSm90<kHeadDim>;
-  ptx::mbarrier_arrive_expect(barrier, 2 * RowTile::kBytes + Scales::kLoadedBytes);
-  if (group == 1) {
-    RowTile::load(stage, y_map, barrier, token, head, batch);
-    RowTile::load(stage + RowTile::kBytes, w_map, barrier, token, head, batch);
-  } else if (rank == 0) {
-    RowTile::load_to_blocks(stage, y_map, barrier, token, head, batch, 3);
-  } else {
-    RowTile::load_to_blocks(stage + RowTile::kBytes, w_map, barrier, token, head, batch, 3);
-  }
-  if constexpr (Scales::kLoadedBytes > 0) {
+  ptx::mbarrier_arrive_expect(barrier, 2 * RowTile::kBytes + Scales::kBytes);
+  RowTile::load(stage, y_map, barrier, token, head, batch);
+  RowTile::load(stage + RowTile::kBytes, w_map, barrier, token, head, batch);
+  if constexpr (Scales::kTiles > 0) {
     const int64_t y_head = int64_t{batch} * a.state_heads * a.y_group + head;
     const auto load = [&](int tile, const RowScale& scale) {
       ptx::bulk_load(scales + tile * kScaleBytes, tile_scales(scale, a.ny, y_head, token), kScaleBytes, barrier);
@@ -400,16 +286,15 @@ struct WalkBlock {
   const Args& a;
   const uint32_t& stages_at;
   char* const shared;  // dynamic shared memory; stages_at lies in it
-  const GroupRing<kStages, Tile::kMaxGroup>& ring;
+  const Ring<kStages>& ring;
   const Ring<kXStages>& x_ring;
   const Ring<kStateBarriers>& states;
   const Ring<kVectors>& vectors;
-  const Factors<Scales, kStages>& factors;
   const int &lane, &w4;
   const int &group, &rank;  // blocks that share a segment, and which of them this one is
   const int &head_index, &batch, &x_head, &kv_head;
   const int& first_row;
-  const int &own, &count;  // the block's own tiles of x; all tiles of the segment
+  const int &own, &count;  // the block's own tiles of x; tiles of the segment up to the last of these
   const int& y_group;      // stages of a tile: heads of y that share a state
   const float* const& before;  // the sums before the segment; null: nothing is
 
@@ -425,7 +310,8 @@ __device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map
   const auto& a = b.a;
   for (int j = 0; j < b.count; ++j) {
     const int row = b.first_row + j * kTileRows;
-    if (j % b.group == b.rank) {
+    const bool is_own = j % b.group == b.rank;
+    if (is_own) {
       const RingPosition at = RingPosition::of<Block::kXStages>(j / b.group);
       const uint32_t x = b.stages_at + Tile::kX + at.stage * Tile::kXBytes;
       const int token = tile_token(a, a.nx, row);
@@ -440,7 +326,8 @@ __device__ __forceinline__ void produce(const Block& b, const CUtensorMap& x_map
       b.ring.wait_until_empty(at);
       load_rows<Block::kDim, typename Block::Scales>(a, y_map, w_map, b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage),
                                              b.ring.full(at), tile_token(a, a.ny, a.y_row(a.boundary + row)),
-                                             b.kv_head * b.y_group + i, b.batch, b.rank, b.group);
+                                             b.kv_head * b.y_group + i, b.batch);
+      if (!is_own) ptx::mbarrier_arrive_many(b.ring.empty(at), Tile::kResultWarps);
     }
   }
 }
@@ -460,7 +347,6 @@ struct VectorConsumer {
       for (int i = 0; i < b.y_group; ++i) {
         const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
         b.ring.wait_until_full(at);
-        if (of_y) b.factors.wait(at);
         if (!of_y || Block::kPass != Walk::kGradQ) {
           add_columns<kHeadDim, typename Block::Scales>(sums, of_y, b.stages_at + at.stage * Tile::kStageBytes,
                                                 (b.shared + (b.stages_at - ptx::smem_address(b.shared))) + b.scales_at(at.stage));
@@ -491,27 +377,6 @@ struct VectorConsumer {
   }
 };
 
-// The factors of the rows of each stage: one warp. Readers release the stage after they have waited for it.
-template <class Block>
-struct FactorFinder {
-  using Tile = typename Block::Tile;
-  const Block& b;
-
-  __device__ __forceinline__ void run() const {
-    const auto& a = b.a;
-    const bool stores = b.rank == 0 && b.x_head % a.x_group == 0;
-    float* const out = stores ? a.factors + (int64_t{b.batch} * a.state_heads + b.kv_head) * a.ny : nullptr;
-    for (int j = 0; j < b.count; ++j) {
-      const RingPosition at = RingPosition::of<Block::kStages>(j);
-      b.ring.wait_until_full(at);
-      find_factors<Block::kDim>(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + b.scales_at(at.stage), a.lim, out,
-                                a.y_row(a.boundary + b.first_row + j * kTileRows), a.ny);
-      ptx::fence_proxy_async();
-      b.factors.publish(at, b.lane);
-    }
-  }
-};
-
 // The state of the rows before each own tile: a warpgroup.
 template <class Block>
 struct StateConsumer {
@@ -527,7 +392,6 @@ struct StateConsumer {
       for (int i = 0; i < b.y_group; ++i) {
         const RingPosition at = RingPosition::of<Block::kStages>(j * b.y_group + i);
         b.ring.wait_until_full(at);
-        b.factors.wait(at);
         state.template add<Tile::kScalesState>(b.stages_at + at.stage * Tile::kStageBytes,
                                                b.stages_at + b.scales_at(at.stage) + Block::Scales::kMatrix * kScaleBytes, b.w4);
         b.ring.release(at, b.lane);
@@ -611,7 +475,7 @@ struct ResultConsumer {
     if constexpr (kShortens && !kOfShortened) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        length[r] = length_factor(squared_length(x_stage, r), a.lim);
+        length[r] = length_factor(squared_length(x_stage, r));
         constant[r] /= length[r];
         if constexpr (kPair) factor[r] = length[r];
       }
@@ -627,31 +491,27 @@ struct ResultConsumer {
     uint32_t weights[kTileRows / 4];
     const Registers tile{s, out, weights, constant, factor, z, length};
     if constexpr (kPair) {
-      const auto add_head = [&](int head, auto first) {
-        constexpr bool kFirst = decltype(first)::value;
+      wgmma_fence();
+      start_result(tile, x, state);
+      wgmma_wait<0>();
+      keep(out);
+      b.states.release(state_at, b.lane);
+      for (int head = 0; head < b.y_group; ++head) {
         const RingPosition at = RingPosition::of<Block::kStages>(first_stage + head);
         const Operand<RowTile> y(b.stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
         b.ring.wait_until_full(at);
         wgmma_fence();
-        if constexpr (kFirst) start_result(tile, x, state);
         start_scores(tile, x, kSecond ? w : y);
         wgmma_wait<0>();
         keep(s);
-        if constexpr (kFirst) {
-          keep(out);
-          b.states.release(state_at, b.lane);
-        }
         make_weights(tile, at.stage);
         add_values(tile, kSecond ? y : w);
         b.ring.release(at, b.lane);
-      };
-      add_head(0, std::true_type());
-      for (int head = 1; head < b.y_group; ++head) add_head(head, std::false_type());
+      }
     } else {
       const RingPosition at = RingPosition::of<Block::kStages>(first_stage);
       const Operand<RowTile> y(b.stages_at + at.stage * Tile::kStageBytes);
       b.ring.wait_until_full(at);
-      b.factors.wait(at);
       wgmma_fence();
       start_scores(tile, x, y);
       start_result(tile, x, state);
@@ -687,14 +547,19 @@ struct ResultConsumer {
   }
 
   __device__ __forceinline__ float squared_length(uint32_t tile, int r) const {
-    return quad_sum(row_squares<kHeadDim>(tile, tile_row + 8 * r));
+    return quad_sum(row_product<kHeadDim>(tile, tile, tile_row + 8 * r));
+  }
+  // F of a row; 1 exactly if it is not shortened.
+  __device__ __forceinline__ float length_factor(float squares) const {
+    const float lim = b.a.lim;
+    return squares > lim * lim ? fminf(lim * rsqrtf(squares), kBelowOne) : 1.f;
   }
 
   // From gradients of shortened rows, those of the rows.
   __device__ __forceinline__ void project(const Registers& tile, uint32_t rows) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float squares = squared_length(rows, r), length = length_factor(squares, b.a.lim);
+      const float squares = squared_length(rows, r), length = length_factor(squares);
       float along = 0.f;
       for_each_pair(rows, r, [&](int at, float x, float y) { along = fmaf(tile.out[at], x, fmaf(tile.out[at + 1], y, along)); });
       along = quad_sum(along);
@@ -734,7 +599,7 @@ struct ResultConsumer {
       factor[r] = given_z[r] == 0.f ? 0.f : 1.f / given_z[r];
       if (given_z[r] == 0.f) grad_z[r] = 0.f;
       constant[r] = a.c1 * fmaf(grad_z[r], given_z[r], -dot);
-      [[maybe_unused]] const float length = kShortens ? length_factor(squared_length(x_tile + kRowsTile * kTileBytes, r), a.lim) : 1.f;
+      [[maybe_unused]] const float length = kShortens ? length_factor(squared_length(x_tile + kRowsTile * kTileBytes, r)) : 1.f;
       if (t == 0 && row + tile_row + 8 * r < a.nx) {
         const int64_t at = b.head_index * a.e_head + row + tile_row + 8 * r;
         const float e = fmaf(-dot, factor[r], grad_z[r]);
@@ -858,39 +723,35 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides, kShort
   using Tile = typename Block::Tile;
   extern __shared__ char shared[];
   const uint32_t stages_at = first_tile(shared);
+  const Ring<Tile::kStages> ring(stages_at + Tile::kBarriers);
   const Ring<Tile::kXStages> x_ring(stages_at + Tile::kXBarriers);
   const Ring<Tile::kStateBarriers> states(stages_at + Tile::kStateRing);
   const Ring<Tile::kVectors> vectors(stages_at + Tile::kVectorBarriers);
   const int warp = warp_index(), lane = lane_index(), warpgroup = warp / 4, w4 = warp % 4;
 
-  const int group = Tile::kMaxGroup > 1 ? a.group : 1, rank = blockIdx.x % group, x_heads = a.state_heads * a.x_group;
-  const int heads = a.batch * x_heads;
+  const int group = a.group, rank = blockIdx.x % group, x_heads = a.state_heads * a.x_group, heads = a.batch * x_heads;
   const int head_index = blockIdx.x / group % heads, segment = blockIdx.x / group / heads;
   const int batch = head_index / x_heads, x_head = head_index % x_heads, kv_head = x_head / a.x_group;
   const int first_row = segment * a.segment;
   const int tiles = (min(a.segment, a.nx - first_row) + kTileRows - 1) / kTileRows;
   const int own = tiles > rank ? (tiles - 1 - rank) / group + 1 : 0;  // tile `rank` and every group-th behind it
+  const int count = own > 0 ? rank + (own - 1) * group + 1 : 0;
   const int y_group = Tile::kPair ? a.y_group : 1;
   const int part = a.part_before(segment);
   const float* before =
       part < 0 ? nullptr
                : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim, kHeadDim);
-  const GroupRing<Tile::kStages, Tile::kMaxGroup> ring(stages_at + Tile::kBarriers, group, rank);
-  const Factors<typename Tile::Scales, Tile::kStages> factors{stages_at + Tile::kFactorBarriers};
-  const Block block{a, stages_at, shared, ring, x_ring, states, vectors, factors, lane, w4, group, rank, head_index, batch, x_head, kv_head,
-                    first_row, own, tiles, y_group, before};
+  const Block block{a, stages_at, shared, ring, x_ring, states, vectors, lane, w4, group, rank, head_index, batch, x_head, kv_head,
+                    first_row, own, count, y_group, before};
 
   if (threadIdx.x == 0) {
-    ring.init(group * (4 + 2) + Tile::kResultWarps);  // results of a tile are of one of the blocks
+    ring.init(4 + 2 + Tile::kResultWarps);
     x_ring.init(Tile::kResultWarps);
     states.init(Tile::kResultWarps, 4);
     vectors.init(Tile::kResultWarps, 2);
-    factors.init();
     ptx::fence_mbarrier_init();
   }
-  ptx::wait_for_earlier_kernels();
-  if (group == 1) __syncthreads();
-  else ptx::cluster_sync();
+  __syncthreads();
 
   if (warpgroup == 0) {
     if constexpr (kHeadDim == 128) ptx::fewer_registers<Tile::kProducerRegisters>();
@@ -900,8 +761,6 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides, kShort
       const bool of_y = warp == 1;
       ColumnSumsSm90<kHeadDim> sums(before == nullptr ? nullptr : before + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0));
       VectorConsumer<Block>{block, of_y, sums}.run();
-    } else if (warp == 3) {
-      if constexpr (Tile::Scales::kFound) FactorFinder<Block>{block}.run();
     }
   } else if (warpgroup == 1) {
     if constexpr (kHeadDim == 128) ptx::more_registers<Tile::kStateRegisters>();
@@ -917,7 +776,6 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides, kShort
       ResultConsumer<Block, false>{block, g, t, tile_row}.run(consumer, 2);
     }
   }
-  if (group > 1) ptx::cluster_sync();  // the other block arrives at barriers here
 }
 
 template <int kHeadDim, class Scales_>
@@ -928,8 +786,7 @@ struct SumTileSm90 {
   static constexpr int kStageBytes = 2 * RowTileSm90<kHeadDim>::kBytes;
   static constexpr int kScaleTiles = kStages * kStageBytes;
   static constexpr int kBarriers = kScaleTiles + kStages * Scales::kBytes;
-  static constexpr int kFactorBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kFactorBarriers + Factors<Scales, kStages>::kBarrierBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "stages and barriers do not fit");
 };
 
@@ -942,7 +799,6 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
   const uint32_t stages_at = first_tile(shared);
   const char* shared_tiles = shared + (stages_at - ptx::smem_address(shared));
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
-  const Factors<Scales, kStages> factors{stages_at + Tile::kFactorBarriers};
   const int warp = warp_index(), lane = lane_index();
 
   const int state_index = blockIdx.x % a.states(), part = blockIdx.x / a.states();
@@ -952,23 +808,19 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
 
   if (threadIdx.x == 0) {
     ring.init(4 + 2);
-    factors.init();
     ptx::fence_mbarrier_init();
   }
-  ptx::wait_for_earlier_kernels();
   __syncthreads();
 
-  // From the end of the part: what is read last, the beginning, is still in the L2 cache when the next kernel starts there.
-  const auto row_of = [&](int i) { return a.y_row(begin) + (tiles - 1 - i / a.y_group) * kTileRows; };
   if (warp == 0 && lane == 0) {
     for (int i = 0; i < stages; ++i) {
-      const int row = row_of(i);
+      // From the end of the part: what is read last, the beginning, is still in the L2 cache when the next kernel starts there.
+      const int row = a.y_row(begin) + (tiles - 1 - i / a.y_group) * kTileRows;
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_empty(at);
       load_rows<kHeadDim, Scales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes,
                                    stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes, ring.full(at), tile_token(a, a.ny, row),
-                                   state_index % a.state_heads * a.y_group + i % a.y_group, state_index / a.state_heads, /*rank=*/0,
-                                   /*group=*/1);
+                                   state_index % a.state_heads * a.y_group + i % a.y_group, state_index / a.state_heads);
     }
   } else if (warp == 1 || warp == 2) {
     const bool of_y = warp == 1;
@@ -976,7 +828,6 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
     for (int i = 0; i < stages; ++i) {
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_full(at);
-      if (of_y) factors.wait(at);
       add_columns<kHeadDim, Scales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
                                      shared_tiles + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes);
       ptx::fence_proxy_async();  // as in VectorConsumer
@@ -985,22 +836,12 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, Scales>::kThreads, 1)
     float* vector = out + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0);
     sums.for_each([&](int column, float sum) { vector[column] = sum; });
     if (of_y && lane < 4) vector[kHeadDim + lane] = 0.f;
-  } else if (Scales::kFound && warp == 3) {
-    for (int i = 0; i < stages; ++i) {
-      const RingPosition at = RingPosition::of<kStages>(i);
-      ring.wait_until_full(at);
-      find_factors<kHeadDim>(stages_at + at.stage * Tile::kStageBytes, stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes,
-                             a.lim, a.factors + int64_t{state_index} * a.ny, row_of(i), a.ny);
-      ptx::fence_proxy_async();  // as in VectorConsumer
-      factors.publish(at, lane);
-    }
   } else if (warp >= 4) {
     StateSm90<kHeadDim> state;
     state.load(nullptr, warp % 4);
     for (int i = 0; i < stages; ++i) {
       const RingPosition at = RingPosition::of<kStages>(i);
       ring.wait_until_full(at);
-      factors.wait(at);
       state.template add<(Scales::kMatrix >= 0)>(
           stages_at + at.stage * Tile::kStageBytes,
           stages_at + Tile::kScaleTiles + at.stage * Tile::Scales::kBytes + Scales::kMatrix * kScaleBytes, warp % 4);
@@ -1017,14 +858,13 @@ CUtensorMap rows_map(const View& x, const Linear1Problem& p, int heads, int toke
 template <int kHeadDim, Walk kWalk, bool kDivides, bool kShortens, class Args>
 void launch(const char* name, const Args& a, const View& x2, int x2_columns, const View& x3, cudaStream_t stream) {
   using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides, kShortens>;
-  if (a.group > Tile::kMaxGroup) throw std::logic_error("fastmax: linear1: groups of more blocks than a cluster has");
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.y_columns), x2_map = rows_map(x2, a, x_heads, a.nx, x2_columns);
   const CUtensorMap x3_map = Tile::kThreeX ? rows_map(x3, a, x_heads, a.nx, a.w_columns) : x_map;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
-  launch_waiting_clusters(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, kShortens, Args>,
-                          grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), a.group, Tile::kThreads, Tile::kSharedBytes, stream,
-                          x_map, x2_map, x3_map, y_map, w_map, a);
+  launch_kernel(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, kShortens, Args>,
+                grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), Tile::kThreads, Tile::kSharedBytes, stream, x_map, x2_map, x3_map,
+                y_map, w_map, a);
 }
 
 template <int kHeadDim>
@@ -1054,15 +894,15 @@ void launch_sums(const Linear1SumArgs& a, cudaStream_t stream) {
   using Tile = SumTileSm90<kHeadDim, Scales>;
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
-  launch_waiting_kernel("linear1_sums_sm90", linear1_sums_sm90_kernel<kHeadDim, Scales>, grid_1d(int64_t{a.states()} * a.parts),
-                        Tile::kThreads, Tile::kSharedBytes, stream, y_map, w_map, a);
+  launch_kernel("linear1_sums_sm90", linear1_sums_sm90_kernel<kHeadDim, Scales>, grid_1d(int64_t{a.states()} * a.parts), Tile::kThreads,
+                Tile::kSharedBytes, stream, y_map, w_map, a);
 }
 
 template <int kHeadDim>
 void launch_sums(const Linear1SumArgs& a, cudaStream_t stream) {
   const float *y = a.y_scale.data, *w = a.w_scale.data, *matrix = a.matrix_scale.data;
-  if (a.factors != nullptr) launch_sums<kHeadDim, FactorsOfY>(a, stream);
-  else if (matrix == nullptr) y == nullptr ? launch_sums<kHeadDim, NoScales>(a, stream) : launch_sums<kHeadDim, EScales>(a, stream);
+  if (matrix == nullptr) y == nullptr ? launch_sums<kHeadDim, NoScales>(a, stream) : launch_sums<kHeadDim, EScales>(a, stream);
+  else if (w == nullptr) launch_sums<kHeadDim, FactorsOfY>(a, stream);
   else if (y == nullptr) launch_sums<kHeadDim, FactorsOfW>(a, stream);
   else if (w == matrix) launch_sums<kHeadDim, DividingScales>(a, stream);
   else launch_sums<kHeadDim, ShorteningScales>(a, stream);

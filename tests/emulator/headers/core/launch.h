@@ -27,12 +27,6 @@ void launch_kernel(const char* name, void (*kernel)(Params...), dim3 grid, int t
 }
 
 template <class... Params, class... Args>
-void launch_waiting_clusters(const char* name, void (*kernel)(Params...), dim3 grid, int cluster, int threads, int smem_bytes, cudaStream_t,
-                             const Args&... args) {
-  emulator::run({name, grid, threads, smem_bytes, cluster}, [&] { kernel(args...); });
-}
-
-template <class... Params, class... Args>
 void launch_waiting_kernel(const char* name, void (*kernel)(Params...), dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
                            const Args&... args) {
   launch_kernel(name, kernel, grid, threads, smem_bytes, stream, args...);

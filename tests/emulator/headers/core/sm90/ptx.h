@@ -15,25 +15,16 @@ inline void wait_for_earlier_kernels() {}
 inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
   if (condition) emulator::mbarrier_arrive(barrier, 1);
 }
+inline void mbarrier_arrive_many(uint32_t barrier, int arrivals) { emulator::mbarrier_arrive(barrier, arrivals); }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   emulator::mbarrier_expect(barrier, bytes);
   emulator::mbarrier_arrive(barrier, 1);
 }
-inline uint32_t cluster_address(uint32_t address, int rank) { return emulator::cluster_address(address, rank); }
-inline void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool condition) {
-  if (condition) emulator::mbarrier_arrive_in_cluster(barrier);
-}
-inline void cluster_sync() { emulator::cluster_sync(); }
 inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) { return emulator::mbarrier_test(barrier, parity); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
 
 inline void tma_load(uint32_t dst, const CUtensorMap& map, uint32_t barrier, int column, int token, int head, int batch) {
   emulator::load_box(dst, map, barrier, {{column, token, head, batch}});
-}
-inline void tma_load_to_blocks(uint32_t dst, const CUtensorMap& map, uint32_t barrier, int column, int token, int head, int batch,
-                               uint16_t blocks) {
-  if (blocks == 0) emulator::fail("a copy to no block");
-  emulator::load_box(dst, map, barrier, {{column, token, head, batch}}, blocks);
 }
 inline void tma_store(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
   emulator::store_box(map, src, {{column, token, head, batch}}, emulator::Combine::kReplace);
