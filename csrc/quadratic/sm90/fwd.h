@@ -49,6 +49,9 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kStages = kHeadDim <= 64 ? 5 : 3;
   static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // per consumer; 2: the next queries load early
   static constexpr bool kTakesTurns = Score::kFollowsRowMax;
+  // Queries as an operand in registers. From shared memory the products would read them again for each tile, and with K, V and
+  // the loads that takes almost as long as the products. Other scores and decays need the registers.
+  static constexpr bool kKeepsQueries = kHeadDim >= 96 && !Score::kFollowsRowMax && !Visibility::kHasTables;
 
   using QueryTile = SwizzledTile<kRows, kHeadDim>;
   using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // also for values
@@ -93,6 +96,7 @@ struct QuadraticFwdRows {
   float s[Tile::kKeys / 2];  // scores, then weights
   float z[2];                // this lane's part of the row sums of weights
   float reference[Score::kFollowsRowMax ? 2 : 1];  // softmax: weights of a row are relative to 2^reference
+  uint32_t q[Tile::kKeepsQueries ? kHeadDim / 16 : 1][4];
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -101,10 +105,24 @@ struct QuadraticFwdRows {
     if constexpr (Score::kFollowsRowMax) reference[0] = reference[1] = Score::kNoReference;
   }
 
-  __device__ __forceinline__ void start_scores(const Operand<typename Tile::QueryTile>& q, const Operand<typename Tile::KeyTile>& k) {
-    ScoreProduct::template ss_first<Major::kK, Major::kK>(s, q.k_major(0), k.k_major(0));
+  // Loads q from the consumer's tile of queries.
+  __device__ __forceinline__ void load_queries(uint32_t tile) {
+    const int lane = lane_index(), row = static_cast<int>(threadIdx.x) / kWarpSize % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int kk = 1; kk < kHeadDim / 16; ++kk) ScoreProduct::template ss<Major::kK, Major::kK>(s, q.k_major(kk), k.k_major(kk));
+    for (int kk = 0; kk < kHeadDim / 16; ++kk) ptx::ldmatrix_x4(q[kk], tile + Tile::QueryTile::chunk_offset(row, 2 * kk + lane / 16));
+  }
+
+  // queries: the tile; not read where q has them.
+  __device__ __forceinline__ void start_scores(const Operand<typename Tile::QueryTile>& queries, const Operand<typename Tile::KeyTile>& k) {
+    if constexpr (Tile::kKeepsQueries) {
+      ScoreProduct::template rs_first<Major::kK>(s, q[0], k.k_major(0));
+#pragma unroll
+      for (int kk = 1; kk < kHeadDim / 16; ++kk) ScoreProduct::template rs<Major::kK>(s, q[kk], k.k_major(kk));
+    } else {
+      ScoreProduct::template ss_first<Major::kK, Major::kK>(s, queries.k_major(0), k.k_major(0));
+#pragma unroll
+      for (int kk = 1; kk < kHeadDim / 16; ++kk) ScoreProduct::template ss<Major::kK, Major::kK>(s, queries.k_major(kk), k.k_major(kk));
+    }
     wgmma_commit();
   }
   __device__ __forceinline__ void start_output(const uint32_t (&w)[Tile::kKeys / 4], const Operand<typename Tile::KeyTile>& v) {
@@ -477,6 +495,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
       QuadraticFwdRows<Score, Visibility, Math, kHeadDim> rows;
       rows.reset();
       query_ring(consumer).wait_until_full(queries);
+      if constexpr (Tile::kKeepsQueries) {
+        rows.load_queries(query_tile(consumer, queries));
+        ptx::fence_proxy_async();
+        query_ring(consumer).release(queries, lane);
+      }
       if (tile >= first_tile) {
         const Visibility sees(p, head.batch * p.hk + head.kv_head);
         const Operand<QueryTile> q(query_tile(consumer, queries));
@@ -555,7 +578,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }
 
-        query_ring(consumer).release(queries, lane);
+        if constexpr (!Tile::kKeepsQueries) query_ring(consumer).release(queries, lane);
         const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
         uint32_t w[Tile::kKeys / 4];
         rows.pack_weights(w);
@@ -567,7 +590,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         ring.release(at, lane);
         at.template advance<Tile::kStages>();
         --tile;
-      } else {
+      } else if constexpr (!Tile::kKeepsQueries) {
         query_ring(consumer).release(queries, lane);
       }
       queries.template advance<Tile::kQueryBuffers>();
