@@ -105,9 +105,10 @@ struct StateWeights {
 // turns the sums into the state before each segment. The second launch does all segments except the first.
 struct StateArgs : LinearProblem {
   View y, w;
-  // Copies for groups that are not whole (`attended`), with zeros for dropped rows (DecayTilesArgs), of rows from `begin` on; else without
-  // data.
+  // Copies for groups that are not whole (`attended`), with zeros for dropped rows (DecayTilesArgs), of rows [begin, end()), which begin
+  // with the token first_zeroed; else without data.
   View zeroed_y, zeroed_w;
+  int first_zeroed;
   RowMask mask;
   AttendedRows attended;
   RowScale y_scale;    // e of the y rows, for sum e y y^T, sum e y and sum e
@@ -201,6 +202,7 @@ struct DecayTilesArgs : LinearProblem {
   int64_t e_head;
   // Written: copies of the groups before end() that are not whole, with zeros for dropped rows. Without data: linear_zero_dropped does it.
   View zeroed_y, zeroed_w;
+  int first_zeroed;  // StateArgs
   uint8_t* whole;  // [batch][y head][groups]
   float* carries;  // [state][chunk]
 };

@@ -47,20 +47,21 @@ __global__ void __launch_bounds__(1024) linear_count_rows_kernel(const ZeroArgs 
   for (int i = begin; i < end; ++i) counts[i] = count += mask[static_cast<int64_t>(i) * a.mask.token] != 0;
 }
 
-// Copies the rows of a group, with zeros in place of those that are not kept. By the kBoundary threads of a block.
+// Copies the rows of a group that the copies have, from the token `first` on, with zeros in place of those that are not kept. By the
+// kBoundary threads of a block.
 __device__ __forceinline__ void copy_group(const Sequence& s, int group, int batch, int head, const bool (&keeps)[kBoundary],
-                                           const View& from, const View& to, int columns) {
+                                           const View& from, const View& to, int first, int columns) {
   const auto* source = head_pointer<__nv_bfloat16>(from, batch, head);
   auto* target = const_cast<__nv_bfloat16*>(head_pointer<__nv_bfloat16>(to, batch, head));
-  const int vectors = columns / 8;
+  const int vectors = columns / 8, copies = static_cast<int>(to.head / to.token);
 #pragma unroll 4
   for (int i = threadIdx.x; i < kBoundary * vectors; i += kBoundary) {
     const int row = s.y_row(group * kBoundary + i / vectors), column = i % vectors * 8;
-    if (row < 0 || row >= s.ny) continue;
     const int64_t token = s.time == Time::kForward ? row : s.ny - 1 - row;
+    if (token < first || token >= first + copies) continue;
     uint4 x{};
     if (keeps[i / vectors]) x = *reinterpret_cast<const uint4*>(source + token * from.token + column);
-    *reinterpret_cast<uint4*>(target + token * to.token + column) = x;
+    *reinterpret_cast<uint4*>(target + (token - first) * to.token + column) = x;
   }
 }
 
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const Dec
   __shared__ bool keeps[kBoundary];
   keeps[thread] = factor != 0.f;
   __syncthreads();
-  copy_group(a, group, batch, head, keeps, a.y, a.zeroed_y, a.d);
-  copy_group(a, group, batch, head, keeps, a.w, a.zeroed_w, a.dv);
+  copy_group(a, group, batch, head, keeps, a.y, a.zeroed_y, a.first_zeroed, a.d);
+  copy_group(a, group, batch, head, keeps, a.w, a.zeroed_w, a.first_zeroed, a.dv);
 }
 
 // The same copies, of the groups of a state pass. groups: as many as it adds.
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(kBoundary) linear_zero_dropped_kernel(const St
   __shared__ bool keeps[kBoundary];
   keeps[thread] = a.y_factors.data[head_index / a.y_group * a.y_factors.head + token] != 0.f;
   __syncthreads();
-  copy_group(a, group, batch, head, keeps, a.y, a.zeroed_y, a.d);
-  copy_group(a, group, batch, head, keeps, a.w, a.zeroed_w, a.dv);
+  copy_group(a, group, batch, head, keeps, a.y, a.zeroed_y, a.first_zeroed, a.d);
+  copy_group(a, group, batch, head, keeps, a.w, a.zeroed_w, a.first_zeroed, a.dv);
 }
 
 }  // namespace

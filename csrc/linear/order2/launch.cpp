@@ -88,12 +88,10 @@ class PhaseTensors {
     return c;
   }
 
-  // Copies of the y rows that the state pass adds, which are as if they had rows for all tokens.
+  // Copies of the y rows that the state pass adds.
   View walked(const View& copies, int columns) const {
     if (copies.data == nullptr || phase_.walk_rows() == 0) return {};
-    View v = contiguous(copies.data, phase_.problem.state_heads * y_group(), phase_.walk_rows(), columns);
-    v.data = static_cast<const char*>(v.data) - int64_t{phase_.first_walked_token()} * columns * element_bytes(p_);
-    return v;
+    return contiguous(copies.data, phase_.problem.state_heads * y_group(), phase_.walk_rows(), columns);
   }
 
   KeyBounds bounds(KeyBounds b) const {
@@ -221,7 +219,7 @@ struct Passes {
     static_cast<LinearProblem&>(a) = phase.problem;
     a.decay = part.decay(decay);
     a.y = part.y(a.y), a.w = part.y(a.w);
-    a.zeroed_y = part.walked(a.zeroed_y, a.d), a.zeroed_w = part.walked(a.zeroed_w, a.dv);
+    a.zeroed_y = part.walked(a.zeroed_y, a.d), a.zeroed_w = part.walked(a.zeroed_w, a.dv), a.first_zeroed = phase.first_walked_token();
     a.mask = part.y_mask(a.mask);
     a.attended = part.attended(a.attended);
     a.y_scale = part.y_rows(a.y_scale);
@@ -384,6 +382,7 @@ struct DecayedRows {
       const Phase all = plan.phase(0);
       const PhaseTensors part(p, all);
       args.zeroed_y = part.walked(a.zeroed_y, problem.d), args.zeroed_w = part.walked(a.zeroed_w, problem.dv);
+      args.first_zeroed = all.first_walked_token();
     }
     linear_decay_tiles(args, stream);
     if (!sums_rows) return;

@@ -1112,7 +1112,9 @@ void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t st
   if (!a.decay) launch_grad<kHeadDim, kGrads, DecayKind::kNone, kWindow>(a, values, sm_count, stream);
   else if (a.decay.bounds_alone) launch_grad<kHeadDim, kGrads, DecayKind::kBounds, kWindow>(a, values, sm_count, stream);
   else if (a.pair_sums.data == nullptr) launch_grad<kHeadDim, kGrads, DecayKind::kDecays, kWindow>(a, values, sm_count, stream);
-  else launch_grad<kHeadDim, kGrads, DecayKind::kDecaysAndSums, kWindow>(a, values, sm_count, stream);
+  else if constexpr (kGrads != Grads::kKeysAndValues || !kWindow || !splits_window_grads_sm90(kHeadDim)) {
+    launch_grad<kHeadDim, kGrads, DecayKind::kDecaysAndSums, kWindow>(a, values, sm_count, stream);
+  }
 }
 template <int kHeadDim, Grads kGrads>
 void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
@@ -1128,6 +1130,12 @@ void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_
 }
 void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
   dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (splits_window_grads_sm90(dim)) {
+      if (a.window > 0 && a.pair_sums.data != nullptr) {
+        linear_read_sm90(values, head_dim, sm_count, stream);
+        return launch_grad<dim, Grads::kKeys, DecayKind::kDecaysAndSums, true>(a, {}, sm_count, stream);
+      }
+    }
     if constexpr (grads_with_values_sm90(dim)) {
       launch<dim, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
     } else {

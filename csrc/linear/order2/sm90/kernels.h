@@ -18,6 +18,9 @@ constexpr bool reads_add_sm90(int head_dim) { return head_dim <= 64; }
 
 // Whether the kernel for grad_k computes grad_v too; else the output kernel does. At head dim 128 registers suffice for one of the two.
 constexpr bool grads_with_values_sm90(int head_dim) { return head_dim <= 64; }
+// But not of a call with an exact window, decays and the gradient of log_decay at head dim 64: that kernel is larger than the instruction
+// cache. On an H200 at (1, 32, 65536, 64) it takes 5.6 ms, and without the gradient of log_decay 3.6.
+constexpr bool splits_window_grads_sm90(int head_dim) { return head_dim == 64; }
 
 // head_dim: of HopperLinear2HeadDims. is_fine: how a state is shared (snapshot.h).
 void linear_state_sm90(const StateArgs& a, int head_dim, bool is_fine, cudaStream_t stream);

@@ -881,6 +881,9 @@ void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
 
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
   dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (splits_window_grads_sm90(dim)) {
+      if (a.z == nullptr) return launch_read<dim, true, DecayKind::kDecays, false, true>(a, sm_count, stream);
+    }
     if constexpr (!grads_with_values_sm90(dim)) {
       if (a.z == nullptr && a.window > 0) return launch<dim, true, true>(a, sm_count, stream);
       if (a.z == nullptr) return launch<dim, true, false>(a, sm_count, stream);

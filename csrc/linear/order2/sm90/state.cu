@@ -146,8 +146,8 @@ struct StateProducer {
       RowTile::load(w, b.w_map, b.copied.full(at), token, head, batch);
       RowTile::load(w + kTileBytes, b.y_map, b.copied.full(at), token, head, batch);
     } else {
-      RowTile::load(w, b.zeroed_w_map, b.copied.full(at), token, head, batch);
-      RowTile::load(w + kTileBytes, b.zeroed_y_map, b.copied.full(at), token, head, batch);
+      RowTile::load(w, b.zeroed_w_map, b.copied.full(at), token - b.a.first_zeroed, head, batch);
+      RowTile::load(w + kTileBytes, b.zeroed_y_map, b.copied.full(at), token - b.a.first_zeroed, head, batch);
     }
     if (kHasDecay) {
       ptx::bulk_load(b.stages_at + Tile::kFactors + at.stage * kScaleBytes, tile_scales(a.y_factors, a.ny, b.state, token), kScaleBytes,
@@ -617,8 +617,9 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
   const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
-  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map<kHeadDim>(a.zeroed_y, a, y_heads, a.ny, a.d);
-  const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map<kHeadDim>(a.zeroed_w, a, y_heads, a.ny, a.dv);
+  const int walked = a.end() - a.begin;
+  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map<kHeadDim>(a.zeroed_y, a, y_heads, walked, a.d);
+  const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map<kHeadDim>(a.zeroed_w, a, y_heads, walked, a.dv);
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kAllThreads, Tile::kSharedBytes, stream, y_map,
