@@ -95,6 +95,7 @@ SPILL_EXCEPTIONS = {
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to 18 words, once per work tile; most are of the thread that "
     "fills the ring; of Fastmax with decays at head_dim 96 seven of the others, most once per head",
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
+    r"sm_120 .*linear_part_scan_kernel<fastmax::Tf32, 96, false>": "a word once per eight parts",
     r"sm_120 .*buffered_kernel<float4, 8>": "two words once per 32 rows of a state",
     r"sm_120 .*decay_gradient_kernel\(": "up to ten words once per tile of tokens",
     r"sm_8\d .*linear_decay_tiles_kernel\(": "a word once per row",
