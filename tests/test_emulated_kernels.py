@@ -692,7 +692,11 @@ MISTAKES = {
     "a stage read before it is full": (FORWARD, {"          ring.wait_until_full(below);\n": ""}, "a copy is on its way"),
     "fewer bytes expected": (FORWARD, {"expect(at, QueryTile::kBytes)": "expect(at, QueryTile::kBytes / 2)"}, "more bytes"),
     "another parity": (RING, {"mbarrier_wait(empty(at), at.parity ^ 1)": "mbarrier_wait(empty(at), at.parity)"}, "deadlock"),
-    "another operand": (FORWARD, {"queries.k_major(kk), k.k_major(kk))": "queries.k_major(kk), k.k_major(0))"}, "wrong results {'o'"),
+    "another operand": (
+        FORWARD,
+        {"queries.k_major(kk), k.k_major(kk))": "queries.k_major(kk), k.k_major(0))"},
+        "wrong results {'o'",
+    ),
     "too little shared memory": (FORWARD, {"kSwizzledTileAlignment + kEnd": "kEnd - 1024"}, "shared memory: bytes"),
 }
 
