@@ -705,17 +705,22 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
 # ---- memory
 
 
-def peak_bytes(n, mode, algorithm, p):
-    """Returns the peak memory of a forward and backward with 4 heads of 64, operands included, and the size of q, k, v, o and
-    the gradients."""
-    arguments, grad_o = operands(size("", n, b=1, h=4, p=p), mode, algorithm)
+def peak_of_both(arguments, grad_o):
+    """Returns the peak memory of a forward and backward beside their operands, after a first one."""
     both(arguments, grad_o)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     both(arguments, grad_o)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before + 4 * grad_o.nbytes, 8 * grad_o.nbytes
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_bytes(n, mode, algorithm, p):
+    """Returns the peak memory of a forward and backward with 4 heads of 64, operands included, and the size of q, k, v, o and
+    the gradients."""
+    arguments, grad_o = operands(size("", n, b=1, h=4, p=p), mode, algorithm)
+    return peak_of_both(arguments, grad_o) + 4 * grad_o.nbytes, 8 * grad_o.nbytes
 
 
 @by_mode

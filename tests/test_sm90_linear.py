@@ -18,6 +18,7 @@ from test_kernels import (
     capture,
     denominators,
     operands,
+    peak_of_both,
     size,
     widened,
     with_gradient_of_the_denominators,
@@ -212,13 +213,7 @@ def test_memory_beside_the_tensors(d, dv, heads, what, taken):  # noqa: F811
     decay = -torch.rand(1, heads, n, device=DEVICE) if what == "decay" else None
     first = (torch.arange(n, device=DEVICE) // 5000 * 5000).to(torch.int32).expand(1, heads, n) if what == "packed" else None
     arguments = (q, k, v, *NOTHING[:3], decay, first, None, d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear", False)
-    both(arguments, grad_o)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both(arguments, grad_o)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_of_both(arguments, grad_o)
     assert set(taken()) == EXPECTED
     row = 4 * heads * n  # a float per query
     results = grad_o.nbytes + row + q.nbytes + k.nbytes + v.nbytes

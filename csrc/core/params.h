@@ -63,6 +63,9 @@ struct Problem {
   __host__ __device__ int decay_tokens() const { return m + lag; }
 };
 
+// Bytes of an element of q, k, v, o and their gradients.
+inline int tensor_element_bytes(const Problem& p) { return p.math == MathMode::kBF16 || p.math == MathMode::kFP16 ? 2 : 4; }
+
 // Inputs of both directions.
 struct AttentionParams : Problem {
   // operands

@@ -10,12 +10,10 @@
 namespace fastmax {
 namespace {
 
-int bytes_of_element(const Problem& p) { return p.math == MathMode::kBF16 || p.math == MathMode::kFP16 ? 2 : 4; }
-
 template <class Pointer>
 void move_columns(Pointer& x, const Problem& p, int columns) {
   using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
-  if (x != nullptr) x = static_cast<Byte*>(x) + int64_t{columns} * bytes_of_element(p);
+  if (x != nullptr) x = static_cast<Byte*>(x) + int64_t{columns} * tensor_element_bytes(p);
 }
 
 Stride contiguous_rows(int heads, int tokens, int columns) {
@@ -49,20 +47,16 @@ struct StateColumns {
 };
 
 // The params of a block, but for memory of its own.
-FwdParams params(const FwdParams& p, int block) {
-  FwdParams x = p;
+template <class Params>
+Params params(const Params& p, int block) {
+  Params x = p;
   const int first = block * p.head_dim_v;
   x.dv = std::min(p.head_dim_v, p.dv - first);
   move_columns(x.v, p, first), move_columns(x.noise, p, first), move_columns(x.o, p, first);
-  return x;
-}
-BwdParams params(const BwdParams& p, int block) {
-  BwdParams x = p;
-  const int first = block * p.head_dim_v;
-  x.dv = std::min(p.head_dim_v, p.dv - first);
-  move_columns(x.v, p, first), move_columns(x.noise, p, first), move_columns(x.o, p, first);
-  move_columns(x.grad_o, p, first), move_columns(x.grad_v, p, first);
-  if (block > 0) x.grad_z = nullptr;
+  if constexpr (std::is_same_v<Params, BwdParams>) {
+    move_columns(x.grad_o, p, first), move_columns(x.grad_v, p, first);
+    if (block > 0) x.grad_z = nullptr;
+  }
   return x;
 }
 
@@ -97,7 +91,7 @@ struct BwdMemory {
   BwdMemory(const Kernels& rows, const BwdParams& p, Workspace& w)
       : kernels(w.take<char>(static_cast<int64_t>(kernel_bytes(p, rows.bwd_workspace_bytes)))) {
     if (!p.adds) {
-      const int bytes = bytes_of_element(p);
+      const int bytes = tensor_element_bytes(p);
       grad_q = w.take<char>(int64_t{p.b} * p.h * p.n * p.d * bytes), grad_k = w.take<char>(int64_t{p.b} * p.hk * p.m * p.d * bytes);
       if (p.grad_log_decay != nullptr) grad_log_decay = w.take<float>(int64_t{p.b} * p.hk * p.decay_tokens());
     }
@@ -116,13 +110,22 @@ void add_floats(float* sum, const float* x, int b, int heads, int count, cudaStr
   add(b, heads, count, /*columns=*/1, MathMode::kFP32, sum, contiguous_rows(heads, count, 1), x, stream);
 }
 
+// The bytes of all blocks. of_one: of a call with one.
+template <class Memory, class Params>
+size_t all_workspace_bytes(const Kernels& kernels, const Params& p, size_t (*of_one)(const Params&)) {
+  if (value_blocks(p) == 1) return of_one(p);
+  Workspace w(nullptr);
+  const Memory memory(kernels, p, w);
+  return w.used();
+}
+
 }  // namespace
 
 size_t fwd_workspace_bytes(const Kernels& kernels, const FwdParams& p) {
-  if (value_blocks(p) == 1) return kernels.fwd_workspace_bytes(p);
-  Workspace w(nullptr);
-  const FwdMemory memory(kernels, p, w);
-  return w.used();
+  return all_workspace_bytes<FwdMemory>(kernels, p, kernels.fwd_workspace_bytes);
+}
+size_t bwd_workspace_bytes(const Kernels& kernels, const BwdParams& p) {
+  return all_workspace_bytes<BwdMemory>(kernels, p, kernels.bwd_workspace_bytes);
 }
 
 void launch_fwd(const Kernels& kernels, const FwdParams& p, cudaStream_t stream) {
@@ -150,13 +153,6 @@ void launch_fwd(const Kernels& kernels, const FwdParams& p, cudaStream_t stream)
     kernels.fwd(block, stream);
     columns.write(p.state.new_kv_state, memory.new_kv_state, stream);
   }
-}
-
-size_t bwd_workspace_bytes(const Kernels& kernels, const BwdParams& p) {
-  if (value_blocks(p) == 1) return kernels.bwd_workspace_bytes(p);
-  Workspace w(nullptr);
-  const BwdMemory memory(kernels, p, w);
-  return w.used();
 }
 
 void launch_bwd(const Kernels& kernels, const BwdParams& p, cudaStream_t stream) {

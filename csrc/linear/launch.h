@@ -73,7 +73,6 @@ struct ZeroedInputs {
 inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
 
 inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
-inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
 
 // Reversed rows for the portable kernels, which read row r at data + r * token: data points at the last token and the step is negative.
 // Other kernels need coordinates of tokens, so arguments are reversed here, at the launch of portable kernels.
@@ -136,7 +135,7 @@ void dispatch_kernel_math(const Problem& p, const Function& function) {
 // Launches the portable kernels of a pass.
 template <class Args>
 void run_pass(const Problem& p, Args a, cudaStream_t stream) {
-  if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), output_bytes(p)}.apply(a);
+  if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), tensor_element_bytes(p)}.apply(a);
   dispatch_kernel_math(p, [&](auto math) { linear_pass<typename decltype(math)::type>(a, common_head_dim(p), stream); });
 }
 

@@ -66,7 +66,7 @@ class PhaseTensors {
 
   View x(const View& v) const { return part(v, x_group(), phase_.first_token, element_bytes(p_)); }
   View y(const View& v) const { return part(v, y_group(), 0, element_bytes(p_)); }
-  View output(const View& v) const { return part(v, x_group(), phase_.first_token, output_bytes(p_)); }
+  View output(const View& v) const { return part(v, x_group(), phase_.first_token, tensor_element_bytes(p_)); }
 
   RowMask x_mask(const RowMask& m) const { return part(m, phase_.first_token); }
   RowMask y_mask(const RowMask& m) const { return part(m, 0); }
@@ -486,7 +486,7 @@ struct FwdPlan {
 
 // Whether g fits into the memory of grad_q, which is written last (launch_linear2_bwd).
 bool grad_q_holds_g(const BwdParams& p) {
-  return p.wants_all_inputs() && !p.has_gradients_of_sums() && !p.adds && p.dv <= p.d && output_bytes(p) == element_bytes(p);
+  return p.wants_all_inputs() && !p.has_gradients_of_sums() && !p.adds && p.dv <= p.d && tensor_element_bytes(p) == element_bytes(p);
 }
 
 struct BwdPlan {

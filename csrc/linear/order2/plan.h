@@ -33,9 +33,8 @@ inline constexpr int64_t kSavedBytes = int64_t{4608} << 20;
 // of a phase may take a fifth of these tensors, but not so little that launches take long beside them.
 inline int64_t bwd_phase_bytes(const Problem& p) {
   if (p.order == 1) return kPhaseBytes;  // sequences are not cut
-  const int element_bytes = p.math == MathMode::kBF16 || p.math == MathMode::kFP16 ? 2 : 4;
   const int64_t rows = int64_t{p.b} * (int64_t{p.h} * p.n + int64_t{p.hk} * p.m);
-  return std::clamp(2 * rows * (p.d + p.dv) * element_bytes / 5, kBwdPhaseBytes, kPhaseBytes);
+  return std::clamp(2 * rows * (p.d + p.dv) * tensor_element_bytes(p) / 5, kBwdPhaseBytes, kPhaseBytes);
 }
 
 // Returns the problem of x rows that see y rows. x_heads and y_heads are per batch entry.

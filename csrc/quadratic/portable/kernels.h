@@ -28,8 +28,7 @@ inline size_t quadratic_row_score_bytes(const BwdParams& p) {
   return (static_cast<size_t>(p.b) * p.h * p.n * sizeof(float4) + 255) / 256 * 256;
 }
 inline size_t quadratic_bwd_workspace_bytes(const BwdParams& p) {
-  const size_t element = p.math == MathMode::kBF16 || p.math == MathMode::kFP16 ? 2 : 4;
-  return quadratic_row_score_bytes(p) + (p.noise == nullptr ? 0 : static_cast<size_t>(p.b) * p.h * p.n * p.dv * element);
+  return quadratic_row_score_bytes(p) + (p.noise == nullptr ? 0 : static_cast<size_t>(p.b) * p.h * p.n * p.dv * tensor_element_bytes(p));
 }
 
 }  // namespace fastmax

@@ -1114,6 +1114,8 @@ void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t st
   else if (a.pair_sums.data == nullptr) launch_grad<kHeadDim, kGrads, DecayKind::kDecays, kWindow>(a, values, sm_count, stream);
   else if constexpr (kGrads != Grads::kKeysAndValues || !kWindow || !splits_window_grads_sm90(kHeadDim)) {
     launch_grad<kHeadDim, kGrads, DecayKind::kDecaysAndSums, kWindow>(a, values, sm_count, stream);
+  } else {
+    throw std::logic_error("fastmax: linear_grads_sm90 splits this call");
   }
 }
 template <int kHeadDim, Grads kGrads>
