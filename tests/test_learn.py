@@ -23,6 +23,7 @@ from benchmarks.learn import (
     equal_time,
     figures,
     language,
+    memory,
     needle,
     pages,
     recall,
@@ -65,6 +66,8 @@ def tiny(monkeypatch):
         (recall, TINY_RECALL),
     ):
         monkeypatch.setattr(module, "SETTINGS", dict.fromkeys(module.SETTINGS, setting))
+    of_type = {language.Setting: TINY, needle.Setting: TINY_NEEDLE, recall.Setting: TINY_RECALL}
+    monkeypatch.setattr(memory, "SETTINGS", {name: of_type[type(setting)] for name, setting in memory.SETTINGS.items()})
     monkeypatch.setattr(conversion, "TRANSFER_STEPS", 2)
     monkeypatch.setattr(conversion, "FINETUNE_STEPS", 2)
 
@@ -79,6 +82,7 @@ MEASURES = {
     "equal-time": ("softmax_sdpa", {"train", "val", "position", "last_quarter", "loss"}),
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
     "needle": ("hybrid", {"train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
+    "memory": ("gate", {"train", "val", "position", "last_quarter", "loss", "needle", "letters", "accuracy"}),
     "recall": ("p1_all", {"train", "accuracy"}),
     "conversion": ("window_decay", {"before", "swapped", "fitted", "transferred", "finetuned"}),
 }

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learn import ablation, conversion, equal_steps, equal_time, needle, recall, rows
+from benchmarks.learn import ablation, conversion, equal_steps, equal_time, memory, needle, recall, rows
 from benchmarks.learn.runner import Place, perform
 
 EXPERIMENTS = {
@@ -34,6 +34,7 @@ EXPERIMENTS = {
     "conversion": conversion.EXPERIMENT,
     "recall": recall.EXPERIMENT,
     "needle": needle.EXPERIMENT,
+    "memory": memory.EXPERIMENT,
 }
 DATA = Path(tempfile.gettempdir()) / "fastmax-learn.uint8"
 RESULTS = Path(__file__).parents[1] / "results/learn"

@@ -121,8 +121,11 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
+    return train_and_test(run, SETTINGS[run.setting], place)
+
+
+def train_and_test(run: Run, setting: Setting, place: Place) -> Iterator[Row]:
     """Yields the rows of `train`, and for each length the percentages of facts ("needle") and letters ("letters") found."""
-    setting = SETTINGS[run.setting]
     gpt = language.make(run.variant, setting.model, run.seed, place)
     trained = train(gpt, setting, run.seed, place)
     yield from trained

@@ -123,14 +123,14 @@ def make_batch(sequences: int, tokens: int, pairs: int, vocab: int, device: torc
 
 
 class Recall(nn.Module):
-    def __init__(self, setting: Setting, options: dict):
+    def __init__(self, setting: Setting, options: dict, layer: Callable = fastmax.FastmaxSelfAttention):
         super().__init__()
         self.embedding = nn.Embedding(setting.vocab, setting.width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         longest = max(tokens for tokens, _ in setting.train)
         self.norms = nn.ModuleList(nn.RMSNorm(setting.width, 1e-6) for _ in range(setting.layers + 1))
         self.layers = nn.ModuleList(
-            fastmax.FastmaxSelfAttention(setting.width, 1, rope=False, output_gate=False, longest_half_life=longest, **options)
+            layer(setting.width, 1, rope=False, output_gate=False, longest_half_life=longest, **options)
             for _ in range(setting.layers)
         )
 
@@ -221,10 +221,15 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
+    return train_and_test(run, SETTINGS[run.setting], place, VARIANTS[run.variant])
+
+
+def train_and_test(
+    run: Run, setting: Setting, place: Place, options: dict, layer: Callable = fastmax.FastmaxSelfAttention
+) -> Iterator[Row]:
     """Yields rows of "accuracy" in the tests, `at` a number of pairs, and of the final "train" loss, `at` the last step."""
-    setting = SETTINGS[run.setting]
     torch.manual_seed(run.seed)
-    model = Recall(setting, VARIANTS[run.variant]).to(place.device)
+    model = Recall(setting, options, layer).to(place.device)
     torch.manual_seed(run.seed)  # the same sequences for every variant, however many numbers its weights drew
     steps = place.steps or setting.steps
     began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fastmax
 from benchmarks import peers
+from benchmarks.learn import memories
 from benchmarks.learn.examples import model
 
 SAME_SIZE = 0.02
@@ -26,8 +28,10 @@ class Variant:
     window: bool = True  # whether fastmax has an exact window
     near: bool = False  # whether softmax sees only the keys within the window
     wide: bool = False  # whether there are half as many heads, each twice as wide
+    heads: int = 0  # number of heads, of the widths in `parts`; 0: that of the setting
     every: int = 0  # as in GPTConfig
     sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
+    layers: dict[str, Callable] = field(default_factory=dict)  # attention -> what replaces FastmaxSelfAttention
     fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
     fla_options: dict = field(default_factory=dict)
     every_other: bool = False  # whether layers 0, 2, ... are softmax within the window, with rotary positions
@@ -63,6 +67,32 @@ VARIANTS = {
     "p2_without_gate": Variant("without output gate", parts={"output_gate": False}),
     "p2_without_qk_norm": Variant("without norm of q and k", parts={"qk_norm": False}),
     "p2_without_rope": Variant("without rotary positions", parts={"rope": False}),
+    # What is kept of keys beyond the window, as prototypes
+    "parts_of_p2": Variant("p = 2, all parts, by FlexAttention", layers={"fastmax": memories.Memory}),
+    "gate": Variant("input gate", layers={"fastmax": memories.InputGate}),
+    "gate_without_decay": Variant("input gate, without decay", parts={"decay": False}, layers={"fastmax": memories.InputGate}),
+    "hybrid_gate": Variant("input gate; softmax in every fourth layer", every=4, layers={"fastmax": memories.InputGate}),
+    "softmax_gate": Variant("softmax, same parts, input gate", "softmax", layers={"softmax": memories.GatedSoftmax}),
+    "gate_wide": Variant("input gate, half as many heads", wide=True, layers={"fastmax": memories.InputGate}),
+    "gate_values": Variant(
+        "input gate, 5 heads of keys 64, values 128",
+        parts={"head_dim": 64, "value_dim": 128},
+        heads=5,
+        layers={"fastmax": memories.InputGate},
+    ),
+    "gate_bound_4": Variant("input gate, bound 4", layers={"fastmax": partial(memories.InputGate, bound=4.0)}),
+    "gate_bound_16": Variant("input gate, bound 16", layers={"fastmax": partial(memories.InputGate, bound=16.0)}),
+    "gate_unbounded": Variant(
+        "input gate, no bound", layers={"fastmax": partial(memories.InputGate, shape=memories.no_bound)}
+    ),
+    "gate_sigmoid": Variant(
+        "input gate, sigmoid, bias 4 at first",
+        layers={"fastmax": partial(memories.InputGate, shape=memories.sigmoid_bound, initial=4.0)},
+    ),
+    "gate_low": Variant("input gate, bias -2 at first", layers={"fastmax": partial(memories.InputGate, initial=-2.0)}),
+    "gate_high": Variant("input gate, bias 2 at first", layers={"fastmax": partial(memories.InputGate, initial=2.0)}),
+    "gate_polynomial": Variant("input gate, learned a0, a1, a2", layers={"fastmax": memories.LearnedPolynomial}),
+    "gate_unrotated": Variant("input gate, far keys without rotation", layers={"fastmax": memories.UnrotatedFarKeys}),
     # Softmax by PyTorch's kernels
     "softmax_sdpa": Variant("softmax (SDPA)", "softmax", PLAIN, sdpa=True),
     "softmax_parts_sdpa": Variant("softmax, same parts but decay (SDPA)", "softmax", {"decay": False}, sdpa=True),
@@ -122,6 +152,8 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
         parts["window"] = window
     if variant.wide:
         sizes = sizes | {"n_head": sizes["n_head"] // 2}
+    if variant.heads:
+        sizes = sizes | {"n_head": variant.heads}
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
     if variant.fla:
         near = replace(config, attention="softmax", parts=PLAIN | {"window": window})
@@ -130,7 +162,12 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
             return model.make_layer(near, index) if variant.every_other and index % 2 == 0 else FLALayer(variant, config)
 
         return model.GPT(config, make_layer)
-    return model.GPT(config, partial(model.make_layer, layer=SDPASelfAttention)) if variant.sdpa else model.GPT(config)
+    return model.GPT(config, partial(model.make_layer, layer=partial(_layer, variant)))
+
+
+def _layer(variant: Variant, *sizes: int, attention: str, **parts) -> fastmax.FastmaxSelfAttention:
+    layers = {"softmax": SDPASelfAttention} if variant.sdpa else variant.layers
+    return layers.get(attention, fastmax.FastmaxSelfAttention)(*sizes, attention=attention, **parts)
 
 
 def parameters(module: nn.Module) -> int:

@@ -1,0 +1,82 @@
+"""Memory: what a layer should keep of keys beyond its window: needle, equal steps and recall of prototypes.
+
+"needle" is the test of that name with a longer training, "steps" is equal-steps, and "recall" asks for 256 pairs within 4096
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+import fastmax
+from benchmarks.learn import equal_steps, language, needle, recall
+from benchmarks.learn.rows import Row
+from benchmarks.learn.runner import Experiment, Place, Run
+from benchmarks.learn.variants import VARIANTS
+
+NEEDLE = needle.SETTINGS["25M"]
+NEEDLE_TRIED = needle.SETTINGS["0.2M"]
+SETTINGS: dict[str, needle.Setting | language.Setting | recall.Setting] = {
+    "needle": replace(
+        NEEDLE, model=replace(NEEDLE.model, steps=600), lengths=tuple(2**k for k in range(12, 17)), texts=64, test_tokens=2**20
+    ),
+    "steps": equal_steps.SETTINGS["25M"],
+    "recall": recall.Setting(
+        64,
+        train=((64, 4), (256, 32), (1024, 128), (4096, 256)),
+        test=((256, 32), (1024, 128), (4096, 256)),
+        test_sequences=256,
+    ),
+    # For trials without a GPU
+    "needle 0.2M": NEEDLE_TRIED,
+    "steps 0.8M": equal_steps.SETTINGS["0.8M"],
+    "recall width 32": recall.SETTINGS["width 32"],
+}
+RECALL_WINDOW = 32
+
+# The most important first
+FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
+SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
+PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
+VARIANTS_OF = {
+    "needle": (*FIRST, *PARTS, *SHAPES),
+    "steps": (*FIRST, *PARTS, *SHAPES),
+    "recall": ("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate"),
+}
+SECONDS = {"needle": 250.0, "steps": 90.0, "recall": 60.0}
+
+
+def runs(device: torch.device) -> list[Run]:
+    return [run for name in SETTINGS if (" " in name) == (device.type != "cuda") for run in _runs_of(name)]
+
+
+def _runs_of(name: str) -> Iterator[Run]:
+    setting, kind = SETTINGS[name], name.partition(" ")[0]
+    rates: tuple[float, ...] = recall.LEARNING_RATES
+    if isinstance(setting, needle.Setting):
+        rates = (setting.model.lr,)
+    elif isinstance(setting, language.Setting):
+        rates = (setting.lr,)
+    for variant in VARIANTS_OF[kind]:
+        for lr in rates:
+            yield Run(variant, name, lr, 1, SECONDS[kind])
+
+
+def execute(run: Run, place: Place) -> Iterator[Row]:
+    """Yields the rows of the experiment that the setting belongs to."""
+    setting, variant = SETTINGS[run.setting], VARIANTS[run.variant]
+    if isinstance(setting, needle.Setting):
+        return needle.train_and_test(run, setting, place)
+    if isinstance(setting, language.Setting):
+        return language.train_run(run.variant, setting, run.seed, run.lr, place)
+    options = {"attention": variant.attention} | variant.parts
+    if variant.attention == "fastmax":
+        options["exact_window"] = RECALL_WINDOW
+    layer = variant.layers.get(variant.attention, fastmax.FastmaxSelfAttention)
+    return recall.train_and_test(run, setting, place, options, layer)
+
+
+EXPERIMENT = Experiment(__doc__.partition("\n")[0], runs, execute)

@@ -1,0 +1,216 @@
+"""benchmarks.learn.memories: each prototype against loops over tokens, and against the layer that it extends."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import fastmax
+from benchmarks.learn import memories
+
+SIZES = {"embed_dim": 16, "num_heads": 2}
+OPTIONS = {"exact_window": 4, "longest_half_life": 8.0}
+
+
+def randomised(layer: torch.nn.Module) -> torch.nn.Module:
+    """Returns the layer with random weights, as after training, in float64."""
+    layer = layer.double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    return layer
+
+
+def same_weights(layer: type, n: int = 24, **options) -> tuple[torch.nn.Module, torch.nn.Module, torch.Tensor]:
+    """Returns a layer, a FastmaxSelfAttention with its weights, and an input."""
+    torch.manual_seed(0)
+    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, **OPTIONS | options))
+    own = layer(16, 2, **OPTIONS | options).double()
+    own.load_state_dict(shipped.state_dict(), strict=False)
+    return own, shipped, torch.randn(2, n, 16, dtype=torch.float64)
+
+
+def gradients(layer: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    return {name: weight.grad for name, weight in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"decay": False}, {"value_dim": 12, "head_dim": 6}])
+@pytest.mark.parametrize("layer", [memories.Memory, memories.InputGate, memories.LearnedPolynomial])
+def test_a_layer_without_its_idea_is_the_layer(layer, options):
+    own, shipped, x = same_weights(layer, **options)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if layer is memories.LearnedPolynomial else {}  # squares are kept above 0
+    torch.testing.assert_close(own(x), shipped(x), **tolerance)
+    expected = gradients(shipped, x)
+    got = gradients(own, x)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gated_softmax_without_a_gate_is_softmax():
+    torch.manual_seed(0)
+    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, attention="softmax"))
+    own = memories.GatedSoftmax(16, 2, attention="softmax").double()
+    own.load_state_dict(shipped.state_dict(), strict=False)
+    x = torch.randn(2, 24, 16, dtype=torch.float64)
+    torch.testing.assert_close(own(x), shipped(x))
+
+
+def heads(layer: memories.Memory, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    q, k, v, log_decay, _ = layer._heads(x, None, None, None)
+    return q, k, v, torch.zeros(q.shape[:3], dtype=q.dtype) if log_decay is None else log_decay
+
+
+def naive(layer: memories.Memory, x: torch.Tensor, weight) -> torch.Tensor:
+    """Returns the output of a layer whose weights are weight(batch, head, i, j, score), times the decays."""
+    q, k, v, log_decay = heads(layer, x)
+    o = torch.zeros_like(v)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, v.shape[:3])).tolist():
+        weights = torch.stack(
+            [
+                weight(b, h, i, j, q[b, h, i] @ k[b, h, j] * layer.scale) * log_decay[b, h, j + 1 : i + 1].sum().exp()
+                for j in range(i + 1)
+            ]
+        )
+        o[b, h, i] = weights / weights.sum() @ v[b, h, : i + 1]
+    return layer._output(o, x)
+
+
+def f(s: torch.Tensor) -> torch.Tensor:
+    return 1 + s + s * s / 2
+
+
+@pytest.mark.parametrize("shape", [memories.tanh_bound, memories.no_bound, memories.sigmoid_bound])
+def test_input_gate(shape):
+    torch.manual_seed(0)
+    layer = randomised(memories.InputGate(16, 2, shape=shape, bound=2.0, initial=0.5, **OPTIONS))
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    z = (x @ layer.write_proj.weight.T + layer.write_proj.bias).transpose(1, 2)
+    gate = {"tanh_bound": (2 * torch.tanh(z / 2)).exp(), "no_bound": z.exp(), "sigmoid_bound": z.sigmoid()}[shape.__name__]
+    expected = naive(layer, x, lambda b, h, i, j, s: s.exp() if i - j < 4 else gate[b, h, j] * f(s))
+    torch.testing.assert_close(layer(x), expected)
+    for name, gradient in gradients(layer, x).items():
+        assert gradient.abs().sum() > 0, name
+
+
+def test_gated_softmax():
+    torch.manual_seed(0)
+    layer = randomised(memories.GatedSoftmax(16, 2, attention="softmax"))
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    gate = (8 * torch.tanh((x @ layer.write_proj.weight.T + layer.write_proj.bias) / 8)).exp().transpose(1, 2)
+    torch.testing.assert_close(layer(x), naive(layer, x, lambda b, h, i, j, s: gate[b, h, j] * s.exp()))
+
+
+def test_learned_polynomial():
+    torch.manual_seed(0)
+    layer = randomised(memories.LearnedPolynomial(16, 2, **OPTIONS))
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    gate, (c0, c1, t) = layer._gate(x).exp(), layer.log_polynomial.exp()
+
+    def weight(b, h, i, j, s):
+        return s.exp() if i - j < 4 else gate[b, h, j] * (c0[h] + c1[h] * (1 + t[h] * s) ** 2 / 2)
+
+    torch.testing.assert_close(layer(x), naive(layer, x, weight), rtol=1e-4, atol=1e-4)
+
+
+def test_far_keys_without_rotation():
+    """Far weights do not depend on the distance; near ones are those of the rotated layer."""
+    torch.manual_seed(0)
+    layer = randomised(memories.UnrotatedFarKeys(16, 2, **OPTIONS))
+    rotated = memories.InputGate(16, 2, **OPTIONS).double()
+    rotated.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    q, k, *_ = heads(rotated, x)
+    gate = layer._gate(x).exp()
+
+    def weight(b, h, i, j, s):
+        return (q[b, h, i] @ k[b, h, j] * layer.scale).exp() if i - j < 4 else gate[b, h, j] * f(s)
+
+    torch.testing.assert_close(layer(x), naive(layer, x, weight))
+
+
+def gradcheck_of_part(log_weight, keys) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 2, 9, dtype=torch.float64, requires_grad=True)
+
+    def means(*tensors):
+        near = memories.part(*tensors, 0.7, memories.exact, memories.near, 3)
+        return memories.merged(near, memories.part(*tensors, 0.7, log_weight, keys, 3))
+
+    # The constant of the bias has no gradient, so differences are taken of a function of full gradient
+    def whole(q, k, v, bias):
+        parts = []
+        for of, those in ((memories.exact, memories.near), (log_weight, keys)):
+            i = torch.arange(9).view(1, 1, 9, 1)
+            s = of(0.7 * q @ k.mT, *4 * (i,)) + bias.unsqueeze(-2)
+            parts.append(s.masked_fill(~those(3, i, i, i, i.mT), -math.inf))
+        return torch.cat(parts, -1).softmax(-1) @ torch.cat([v, v], -2)
+
+    torch.testing.assert_close(means(q, k, v, bias), whole(q, k, v, bias))
+    upstream = torch.randn_like(v)
+    got, expected = (torch.autograd.grad((of(q, k, v, bias) * upstream).sum(), (q, k, v, bias)) for of in (means, whole))
+    for own, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("log_weight", [memories.exact, memories.polynomial, memories.constant, memories.square])
+def test_gradients_of_parts(log_weight):
+    gradcheck_of_part(log_weight, memories.far)
+
+
+@pytest.mark.parametrize("keys", [memories.causal, memories.near, memories.far, memories.near_blocks, memories.far_blocks])
+@pytest.mark.parametrize("w", [1, 100, 128, 300])
+def test_mask_of_blocks(keys, w):
+    n, zero = 512, torch.zeros((), dtype=torch.int64)
+    mask = memories._mask(keys, w, n, torch.device("cpu"))
+    i = torch.arange(n)
+    dense = keys(w, zero, zero, i.unsqueeze(-1), i)
+    tiles = dense.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).transpose(1, 2)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), tiles.flatten(2).any(-1))
+    full = torch.zeros(4, 4, dtype=torch.bool)
+    for row in range(4):
+        full[row, mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].long()] = True
+    assert torch.equal(full, tiles.flatten(2).all(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("width", [8, 64, 128])
+def test_flex_is_dense(device, width, monkeypatch):
+    """FlexAttention has neither gradients nor sums of weights on the CPU, so there its graph is traced, but not compiled."""
+    memories._compiled_flex()  # also sets how many graphs there may be
+    if device == "cpu":
+        traced = torch.compile(memories._flex_of_bias, dynamic=False, fullgraph=True, backend="eager")
+        monkeypatch.setattr(memories, "_compiled_flex", lambda: traced)
+    torch.manual_seed(0)
+    n, on_gpu = 512, device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    q, k, v = (torch.randn(2, 2, n, 64 if at < 2 else width, device=device, dtype=dtype) for at in range(3))
+    bias = torch.randn(2, 2, n, device=device)
+    rank = torch.randn(2, 2, n, device=device)
+    least = torch.randn(2, 2, n // memories.BLOCK, device=device)
+    chosen = torch.randint(2, (2, 2, n, n // memories.BLOCK), device=device, dtype=torch.int8)
+    kinds = [
+        (memories.exact, memories.near, ()),
+        (memories.polynomial, memories.far, ()),
+        (memories.kept_or_polynomial, memories.far, (rank, least)),
+        (memories.chosen_exact, memories.far_blocks, (chosen,)),
+    ]
+    for log_weight, keys, tensors in kinds:
+        results = []
+        for sums in (memories._flex, memories._dense):
+            given = [x.clone().requires_grad_(on_gpu) for x in (q, k, v)]
+            o, log_scale = sums(*given, bias, 0.125, log_weight, keys, 128, tensors)
+            o, seen = o[..., :width], log_scale.isfinite()
+            found = [o.float(), log_scale]
+            if on_gpu:
+                loss = (o.float() * v.float().roll(1, 2)).sum() + log_scale[seen].sin().sum()
+                found += [x.float() for x in torch.autograd.grad(loss, given)]
+            results.append(found)
+        for own, other in zip(*results, strict=True):
+            torch.testing.assert_close(own, other, rtol=2e-2, atol=(2e-2 if on_gpu else 1e-4) * (1 + other[other.isfinite()].abs().max().item()))
