@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -107,17 +107,18 @@ def part(
         log_weight, tensors: a function from above and its tensors, which have no gradient.
         keys, w: a function from above and its window.
     """
-    width = v.shape[-1]
-    ones = (bias - bias.detach()).exp().unsqueeze(-1)
-    values = torch.cat([(v * ones).to(v.dtype), ones.to(v.dtype)], dim=-1)
     count = q.shape[0] * q.shape[1] * q.shape[2] ** 2
-    sums = _flex if q.is_cuda and count > DENSE else _dense
-    o, log_scale = sums(q, k, values, bias.detach(), scale, log_weight, keys, w, tensors)
-    return Part(o[..., :width], o[..., width : width + 1], log_scale)
+    if not q.is_cuda or count <= DENSE:
+        return _dense(q, k, v, bias, scale, log_weight, keys, w, tensors)
+    return _compiled(_flex)(q, k, v, bias, scale, log_weight, _mask(keys, w, q.shape[2], q.device), tensors)
 
 
 def merged(*parts: Part) -> Tensor:
     """Returns the weighted mean of the values (b, h, n, dv) over the keys of all parts, in float32 or float64."""
+    return (_compiled(_merged) if parts[0].sums.is_cuda else _merged)(*parts)
+
+
+def _merged(*parts: Part) -> Tensor:
     top = torch.stack([own.log_scale.detach() for own in parts]).amax(0)
     factors = [(own.log_scale - top).exp().unsqueeze(-1) for own in parts]
     sums = sum(factor * own.sums for factor, own in zip(factors, parts, strict=True))
@@ -127,48 +128,63 @@ def merged(*parts: Part) -> Tensor:
 def _dense(
     q: Tensor,
     k: Tensor,
-    values: Tensor,
+    v: Tensor,
     bias: Tensor,
     scale: float,
     log_weight: Callable,
     keys: Callable,
     w: int,
     tensors: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor]:
-    """Returns the weighted means of the values (b, h, n, ...) and the logs of the sums of the weights (b, h, n)."""
+) -> Part:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, heads, n = q.shape[:3]
-    sizes = (batch, heads, n, n)
-    place = [torch.arange(size, device=q.device).view([-1 if at == axis else 1 for at in range(4)]) for axis, size in enumerate(sizes)]
-    logs = log_weight((q @ k.mT).to(dtype) * scale, *place, *tensors) + bias.unsqueeze(-2)
+    sizes = (*q.shape[:3], q.shape[2])
+    place = [
+        torch.arange(size, device=q.device).view([-1 if at == axis else 1 for at in range(4)])
+        for axis, size in enumerate(sizes)
+    ]
+    logs = log_weight((q @ k.mT).to(dtype) * scale, *place, *tensors) + bias.detach().unsqueeze(-2)
     logs = logs.masked_fill(~keys(w, *place), float("-inf"))
     top = logs.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
     weights = (logs - top).exp()
     mass = weights.sum(-1, keepdim=True)
-    log_scale = (top + mass.log()).squeeze(-1)
-    return (weights / mass.clamp(min=torch.finfo(dtype).tiny)).to(values.dtype) @ values, log_scale
+    weights = weights / mass.clamp(min=torch.finfo(dtype).tiny)
+    return _split(weights.to(v.dtype) @ _with_ones(v, bias), (top + mass.log()).squeeze(-1))
 
 
 def _flex(
     q: Tensor,
     k: Tensor,
-    values: Tensor,
+    v: Tensor,
     bias: Tensor,
     scale: float,
     log_weight: Callable,
-    keys: Callable,
-    w: int,
+    mask: BlockMask,
     tensors: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor]:
+) -> Part:
     """As `_dense`, by FlexAttention. Its kernels want powers of two as widths and have no room for more than CHANNELS values."""
-    mask = _mask(keys, w, q.shape[2], q.device)
-    pieces, log_scale = [], None
-    for piece in values.split(CHANNELS, dim=-1):
-        width = max(16, 2 ** (piece.shape[-1] - 1).bit_length())
-        piece = F.pad(piece, (0, width - piece.shape[-1]))
-        o, log_scale = _compiled_flex()(q.contiguous(), k.contiguous(), piece, bias.contiguous(), scale, log_weight, mask, tensors)
-        pieces.append(o)
-    return torch.cat(pieces, dim=-1), log_scale
+    constant_bias = bias.detach()
+
+    def log_of(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return log_weight(s, b, h, i, j, *tensors) + constant_bias[b, h, j]
+
+    options = {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}, "return_aux": AuxRequest(lse=True)}
+    pieces = []
+    for piece in _with_ones(v, bias).split(CHANNELS, dim=-1):
+        channels = piece.shape[-1]
+        padded = F.pad(piece, (0, max(16, 2 ** (channels - 1).bit_length()) - channels))
+        o, of_rows = flex_attention(q.contiguous(), k.contiguous(), padded, log_of, mask, scale, **options)
+        pieces.append(o[..., :channels])
+    return _split(torch.cat(pieces, dim=-1), of_rows.lse)
+
+
+def _with_ones(v: Tensor, bias: Tensor) -> Tensor:
+    """Returns the values and a channel of ones (b, h, n, dv + 1), with the gradient of the bias."""
+    ones = (bias - bias.detach()).exp().unsqueeze(-1)
+    return torch.cat([(v * ones).to(v.dtype), ones.to(v.dtype)], dim=-1)
+
+
+def _split(means: Tensor, log_scale: Tensor) -> Part:
+    return Part(means[..., :-1], means[..., -1:], log_scale)
 
 
 @lru_cache(maxsize=32)
@@ -192,30 +208,10 @@ def _mask(keys: Callable, w: int, n: int, device: torch.device) -> BlockMask:
 
 
 @cache
-def _compiled_flex() -> Callable:
-    """FlexAttention, compiled for each shape. A full graph: where it is not compiled, it computes the full matrix."""
+def _compiled(function: Callable) -> Callable:
+    """Compiles a function for each shape. As a full graph: without a compiler, FlexAttention would compute the full matrix."""
     torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
-    return torch.compile(_flex_of_bias, dynamic=False, fullgraph=True)
-
-
-def _flex_of_bias(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    scale: float,
-    log_weight: Callable,
-    mask: BlockMask,
-    tensors: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor]:
-    def log_of(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return log_weight(s, b, h, i, j, *tensors) + bias[b, h, j]
-
-    options = {"FORCE_USE_FLEX_ATTENTION": True}
-    o, of_rows = flex_attention(
-        q, k, values, log_of, mask, scale, kernel_options=options, return_aux=AuxRequest(lse=True)
-    )
-    return o, of_rows.lse
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 # ---- layers
