@@ -134,6 +134,148 @@ def test_far_keys_without_rotation():
     torch.testing.assert_close(layer(x), naive(layer, x, weight))
 
 
+def naive_delta(layer, x, features):
+    """Returns u (b, h, n, dv) and the reads of the delta rule, token by token."""
+    q, k, v, log_decay = heads(layer, x)
+    beta = layer._projected(layer.beta_proj, x).sigmoid()
+    q, k = (features(rows, 1 / layer.scale) for rows in (q, k))
+    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    written, reads = [], []
+    for i in range(v.shape[2]):
+        state = state * log_decay[:, :, i, None, None].exp()
+        u = beta[:, :, i, None] * (v[:, :, i] - torch.einsum("bhfd,bhf->bhd", state, k[:, :, i]))
+        state = state + torch.einsum("bhf,bhd->bhfd", k[:, :, i], u)
+        written.append(u)
+        reads.append(torch.einsum("bhfd,bhf->bhd", state, q[:, :, i]))
+    return torch.stack(written, 2), torch.stack(reads, 2)
+
+
+@pytest.mark.parametrize("features", [memories.second_order, memories.first_order])
+def test_features(features):
+    q, k = torch.randn(2, 1, 2, 5, 6, dtype=torch.float64)
+    products = features(q, 2.5) @ features(k, 2.5).mT
+    torch.testing.assert_close(memories.PRODUCTS[features](q, k, 2.5), products)
+    scores = [(x @ y.mT) / 2.5 for x, y in ((q, k), (q, q), (k, k))]
+    if features is memories.second_order:
+        of, own_q, own_k = map(f, scores)
+        expected = of / (own_q.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * own_k.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)).sqrt()
+        torch.testing.assert_close(products, expected)
+
+
+@pytest.mark.parametrize("features", [memories.second_order, memories.first_order])
+@pytest.mark.parametrize("decay", [True, False])
+def test_delta_memory(features, decay, monkeypatch):
+    monkeypatch.setattr(memories, "CHUNK", 5)
+    torch.manual_seed(0)
+    layer = randomised(memories.DeltaMemory(16, 2, features=features, decay=decay, **OPTIONS))
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    q, k, v, log_decay = heads(layer, x)
+    near = memories.merged(layer._near(q, k, v, -log_decay.cumsum(-1)))
+    expected = layer._output(layer.near_norm(near) + layer.memory_norm(naive_delta(layer, x, features)[1]), x)
+    torch.testing.assert_close(layer(x), expected)
+    loss = torch.randn_like(expected)
+    weights = list(layer.parameters())
+    got, other = (torch.autograd.grad((y * loss).sum(), weights) for y in (layer(x), expected))
+    for own, reference in zip(got, other, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5 * reference.abs().max().item())
+
+
+def test_delta_values(monkeypatch):
+    monkeypatch.setattr(memories, "CHUNK", 5)
+    torch.manual_seed(0)
+    layer = randomised(memories.DeltaValues(16, 2, **OPTIONS))
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    q, k, v, log_decay = heads(layer, x)
+    u, _ = naive_delta(layer, x, memories.second_order)
+    gate, total = layer._gate(x).exp(), log_decay.cumsum(-1)
+    o = torch.zeros_like(v)
+    for i in range(12):
+        s = torch.einsum("bhd,bhjd->bhj", q[:, :, i], k[:, :, : i + 1]) * layer.scale
+        is_near = torch.arange(i + 1) > i - 4
+        weights = (
+            torch.where(is_near, s.exp(), gate[:, :, : i + 1] * f(s)) * (total[:, :, i, None] - total[:, :, : i + 1]).exp()
+        )
+        values = torch.where(is_near[:, None], v[:, :, : i + 1], u[:, :, : i + 1])
+        o[:, :, i] = (weights.unsqueeze(-1) * values).sum(2) / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(layer(x), layer._output(o, x))
+    for name, gradient in gradients(layer, x).items():
+        assert gradient.abs().sum() > 0, name
+
+
+def kept_of(rank: torch.Tensor, i: int, j: int, kept: int, block: int) -> bool:
+    """Returns whether key j is kept for query i: the least of the largest ranks is that of the first query of i's block."""
+    beyond = rank[: max(0, i // block * block - 4 + 1)].sort(descending=True).values
+    return len(beyond) < kept or bool(rank[j] >= beyond[kept - 1])
+
+
+@pytest.mark.parametrize("layer", [memories.KeptKeys, memories.KeptByResidual])
+def test_kept_keys(layer, monkeypatch):
+    monkeypatch.setattr(memories, "BLOCK", 2)
+    monkeypatch.setattr(memories, "CHUNK", 5)
+    torch.manual_seed(0)
+    layer = randomised(layer(16, 2, kept=3, **OPTIONS))
+    x = torch.randn(1, 16, 16, dtype=torch.float64)
+    gate = layer._gate(x)
+    rank = gate
+    if isinstance(layer, memories.KeptByResidual):
+        forgetful = memories.DeltaMemory(16, 2, decay=False, **OPTIONS).double()
+        forgetful.load_state_dict(layer.state_dict(), strict=False)
+        torch.nn.init.constant_(forgetful.beta_proj.bias, 50.0)  # beta 1
+        torch.nn.init.zeros_(forgetful.beta_proj.weight)
+        rank = naive_delta(forgetful, x, memories.second_order)[0].norm(dim=-1)
+    found = []
+
+    def weight(b, h, i, j, s):
+        if i - j < 4:
+            return s.exp()
+        found.append(kept_of(rank[b, h], i, j, 3, 2))
+        return gate[b, h, j].exp() * (s.exp() if found[-1] else f(s))
+
+    torch.testing.assert_close(layer(x), naive(layer, x, weight))
+    assert 0 < sum(found) < len(found)
+    with torch.no_grad():
+        layer.kept = 16
+        assert memories.least_kept(rank, 16, 4).isneginf().all(), "all are kept"
+
+
+def test_all_blocks_are_softmax():
+    torch.manual_seed(0)
+    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, attention="softmax"))
+    own = memories.ChosenBlocks(16, 2, attention="softmax", exact_keys=8, count=100).double()
+    own.load_state_dict(shipped.state_dict())
+    x = torch.randn(2, 200, 16, dtype=torch.float64)
+    torch.testing.assert_close(own(x), shipped(x))
+    expected = gradients(shipped, x)
+    for name, gradient in gradients(own, x).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("by", [memories.mass_of_blocks, memories.score_of_mean_key])
+def test_chosen_blocks(by, monkeypatch):
+    monkeypatch.setattr(memories, "BLOCK", 3)
+    monkeypatch.setattr(memories, "CHUNK", 2)  # queries are measured eight at a time
+    torch.manual_seed(0)
+    layer = randomised(memories.ChosenBlocks(16, 2, attention="softmax", exact_keys=4, count=2, by=by))
+    x = torch.randn(1, 22, 16, dtype=torch.float64)
+    q, k, _, log_decay = heads(layer, x)
+
+    def seen(b, h, i):
+        whole = max(0, (i + 1 - 4) // 3)
+        measured = []
+        for block in range(whole):
+            js = range(3 * block, 3 * block + 3)
+            if by is memories.mass_of_blocks:
+                each = [f(q[b, h, i] @ k[b, h, j] * layer.scale) * log_decay[b, h, j + 1 : i + 1].sum().exp() for j in js]
+                measured.append(sum(each).item())
+            else:
+                measured.append((q[b, h, i] @ k[b, h, list(js)].mean(0)).item())
+        best = sorted(range(whole), key=lambda block: -measured[block])[:2]
+        return {j for j in range(i + 1) if j >= 3 * whole or j // 3 in best}
+
+    zero = torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close(layer(x), naive(layer, x, lambda b, h, i, j, s: s.exp() if j in seen(b, h, i) else zero))
+
+
 def gradcheck_of_part(log_weight, keys) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 9, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))

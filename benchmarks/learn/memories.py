@@ -1,8 +1,8 @@
 """Attention layers that differ from FastmaxSelfAttention in what they keep of far keys, as prototypes for training.
 
-Each is a subclass with the weights and parts of FastmaxSelfAttention, and one idea. A query's output is a weighted mean of values,
-as there. Its weights are computed in parts, of which each has its own keys (those within the exact window, those beyond it) and
-its own function of the score. Shapes: q and k (b, h, n, d), v (b, h, n, dv), decays and gates (b, h, n).
+Each is a subclass with the weights and parts of FastmaxSelfAttention, and one idea. A query's output is a weighted mean of
+values, as there. Its weights are computed in parts, of which each has its own keys (those within the exact window, those beyond
+it) and its own function of the score. Shapes: q and k (b, h, n, d), v (b, h, n, dv), decays and gates (b, h, n).
 
 Long sequences on a GPU are computed by FlexAttention, all others by the full matrix of weights.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -161,7 +161,7 @@ def _flex(
     mask: BlockMask,
     tensors: tuple[Tensor, ...],
 ) -> Part:
-    """As `_dense`, by FlexAttention. Its kernels want powers of two as widths and have no room for more than CHANNELS values."""
+    """As `_dense`, by FlexAttention, whose kernels want powers of two as widths and have no room for more than CHANNELS."""
     constant_bias = bias.detach()
 
     def log_of(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -342,3 +342,235 @@ class UnrotatedFarKeys(InputGate):
         rotation = Rotation.at(positions, self.near_rope_dim, self.rope_base, q.dtype)
         rotated = (eager.heads.rotate(rows.transpose(1, 2), *rotation).transpose(1, 2) for rows in (q, k))
         return merged(self._near(*rotated, v, decays), self._far(q, k, v, decays + self._gate(x)))
+
+
+# ---- delta rule
+
+
+def second_order(x: Tensor, temperature: float) -> Tensor:
+    """Returns features (b, h, n, 1 + d + d (d + 1) / 2) of length 1, whose products are f(s) / sqrt(f(s_qq) f(s_kk))."""
+    x = x / math.sqrt(temperature)
+    i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    squares = x[..., i] * x[..., j] * torch.where(i == j, math.sqrt(0.5), 1.0)
+    return F.normalize(torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1), dim=-1)
+
+
+def first_order(x: Tensor, temperature: float) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def second_order_products(q: Tensor, k: Tensor, temperature: float) -> Tensor:
+    """Returns the products (b, h, n, m) of the features of q and k, from their scores alone."""
+
+    def f(s: Tensor) -> Tensor:
+        return 1 + s + 0.5 * s * s
+
+    own = (f(x.square().sum(-1) / temperature).rsqrt() for x in (q, k))
+    return f(q @ k.mT / temperature) * next(own).unsqueeze(-1) * next(own).unsqueeze(-2)
+
+
+def first_order_products(q: Tensor, k: Tensor, temperature: float) -> Tensor:
+    return first_order(q, temperature) @ first_order(k, temperature).mT
+
+
+PRODUCTS = {second_order: second_order_products, first_order: first_order_products}
+
+
+def delta_rule(
+    q: Tensor | None, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, features: Callable, temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    """Writes each value into a state S (b, h, F, dv): with S' = decay S, S <- S' + phi(k) u, u = beta (v - S'^T phi(k)).
+
+    A chunk of CHUNK tokens reads the state once. Within it, only products of features are needed: u is the solution of a
+    triangular system.
+
+    Returns:
+        u (b, h, n, dv), and S^T phi(q) after the write of each token, None without q.
+    """
+    state = v.new_zeros(*v.shape[:2], features(k[:, :, :1], temperature).shape[-1], v.shape[-1])
+    step = _compiled(_delta_step) if k.is_cuda else _delta_step
+    written, reads = [], []
+    for begin in range(0, k.shape[2], CHUNK):
+        own = (None if x is None else x[:, :, begin : begin + CHUNK].contiguous() for x in (q, k, v, beta, log_decay))
+        state, u, read = step(state, *own, features, temperature)
+        written.append(u)
+        reads.append(read)
+    return torch.cat(written, 2), None if q is None else torch.cat(reads, 2)
+
+
+def _delta_step(
+    state: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    features: Callable,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    products = PRODUCTS[features]
+    since = log_decay.cumsum(-1)
+    between = (since.unsqueeze(-1) - since.unsqueeze(-2)).tril().exp().tril()
+    of_keys, beta = features(k, temperature), beta.unsqueeze(-1)
+    before = since.exp().unsqueeze(-1)
+    within = (beta * between * products(k, k, temperature)).tril(-1)
+    u = torch.linalg.solve_triangular(within, beta * (v - before * (of_keys @ state)), upper=False, unitriangular=True)
+    read = None
+    if q is not None:
+        read = before * (features(q, temperature) @ state) + (between * products(q, k, temperature)) @ u
+    after = (since[..., -1:] - since).exp().unsqueeze(-1)
+    return before[..., -1:, :] * state + (of_keys * after).mT @ u, u, read
+
+
+class DeltaValues(InputGate):
+    """An input gate, and values u of the delta rule beyond the window: the mean of u_j with weights exp(b_j) f(s_ij)."""
+
+    def __init__(self, *sizes: int, **options):
+        super().__init__(*sizes, **options)
+        self.beta_proj = to_heads(self)
+
+    def _delta(self, x: Tensor, q: Tensor | None, k: Tensor, v: Tensor, decays: Tensor, features: Callable) -> tuple:
+        """Returns u and the reads of `delta_rule`; the backward computes them again, since it needs all states."""
+        beta = self._projected(self.beta_proj, x).sigmoid()
+        log_decay = torch.zeros_like(decays) if self.decay_proj is None else self._log_decay(x.to(decays.dtype), None)
+        exact = (None if rows is None else rows.to(decays.dtype) for rows in (q, k, v))
+        given = (*exact, beta, log_decay, features, 1 / self.scale)
+        return checkpoint(delta_rule, *given, use_reentrant=False, preserve_rng_state=False)
+
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        u, _ = self._delta(x, None, k, v, decays, second_order)
+        return merged(self._near(q, k, v, decays), self._far(q, k, u.to(v.dtype), decays + self._gate(x)))
+
+
+class DeltaMemory(DeltaValues):
+    """Softmax within the window, plus what the delta rule's state has for q, each with its norm.
+
+    Args:
+        features: `second_order` or `first_order`.
+    """
+
+    def __init__(self, *sizes: int, features: Callable = second_order, **options):
+        super().__init__(*sizes, **options)
+        del self.write_proj
+        self.features = features
+        self.near_norm, self.memory_norm = (nn.RMSNorm(self.value_dim, 1e-6) for _ in range(2))
+
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        _, read = self._delta(x, q, k, v, decays, self.features)
+        return self.near_norm(merged(self._near(q, k, v, decays))) + self.memory_norm(read)
+
+
+# ---- keys and blocks that are chosen
+
+
+class KeptKeys(InputGate):
+    """An input gate, and weights exp(b_j + s) for the `kept` keys beyond the window with the largest gates so far.
+
+    Queries of a block share the keys: those beyond the window of its first query, of which the least of the largest gates is a
+    threshold for all keys.
+    """
+
+    def __init__(self, *sizes: int, kept: int = 256, **options):
+        super().__init__(*sizes, **options)
+        self.kept = kept
+
+    def _rank(self, gate: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        return gate
+
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        gate = self._gate(x)
+        with torch.no_grad():
+            rank = self._rank(gate, k, v, decays).contiguous()
+            least = least_kept(rank, self.kept, self.exact_window)
+        far_keys = self._far(q, k, v, decays + gate, kept_or_polynomial, rank, least)
+        return merged(self._near(q, k, v, decays), far_keys)
+
+
+class KeptByResidual(KeptKeys):
+    """KeptKeys whose rank is the length of v - S^T phi(k): what the delta rule on second-order features did not predict."""
+
+    def _rank(self, gate: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        k, v = k.to(decays.dtype), v.to(decays.dtype)
+        never, always = torch.zeros_like(decays), torch.ones_like(decays)  # decays, beta
+        return delta_rule(None, k, v, always, never, second_order, 1 / self.scale)[0].norm(dim=-1)
+
+
+def least_kept(rank: Tensor, kept: int, w: int) -> Tensor:
+    """Returns for each block of queries the `kept`-th largest rank of the keys beyond the window w of its first query.
+
+    Where there are fewer keys it is -inf.
+
+    Args:
+        rank: (b, h, n).
+
+    Returns:
+        (b, h, blocks).
+    """
+    top = rank.new_full((*rank.shape[:2], kept), float("-inf"))
+    least, seen = [], 0
+    for first in range(0, rank.shape[2], BLOCK):
+        beyond = max(0, first - w + 1)
+        if beyond > seen:
+            top = torch.cat([top, rank[:, :, seen:beyond]], dim=-1).topk(kept, dim=-1).values
+            seen = beyond
+        least.append(top.amin(-1))
+    return torch.stack(least, dim=-1)
+
+
+class ChosenBlocks(Memory):
+    """Softmax over the keys near a query and the `count` blocks of earlier keys that it gives the largest polynomial mass.
+
+    The near keys are those of a window, and the keys before it up to the end of a block.
+
+    Args:
+        count: number of blocks for each query and head.
+        exact_keys: keys of the window.
+        by: `mass_of_blocks`, or another measure of blocks with its arguments.
+    """
+
+    def __init__(self, *sizes: int, count: int = 8, exact_keys: int = 128, by: Callable | None = None, **options):
+        super().__init__(*sizes, **options)
+        self.count, self.exact_keys, self.by = count, exact_keys, mass_of_blocks if by is None else by
+
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        with torch.no_grad():
+            chosen = chosen_blocks(q, k, decays, self.scale, self.exact_keys, self.count, self.by)
+        blocks = part(q, k, v, decays, self.scale, chosen_exact, far_blocks, self.exact_keys, chosen)
+        return merged(part(q, k, v, decays, self.scale, exact, near_blocks, self.exact_keys), blocks)
+
+
+def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:
+    """Returns the sums of exp(log_weight) f(s) over blocks of keys, for some queries.
+
+    Args:
+        q: (b, h, m, d).
+        k: (b, h, n, d), n a multiple of BLOCK.
+        log_weight: (b, h, m, n).
+
+    Returns:
+        (b, h, m, n / BLOCK).
+    """
+    s = (q @ k.mT).to(log_weight.dtype) * scale
+    return ((1 + s + 0.5 * s * s) * log_weight.exp()).unflatten(-1, (-1, BLOCK)).sum(-1)
+
+
+def score_of_mean_key(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:
+    """As `mass_of_blocks`: exp of the scores of the blocks' mean keys, without decays."""
+    return (scale * (q @ k.unflatten(2, (-1, BLOCK)).mean(3).mT)).to(log_weight.dtype).exp()
+
+
+def chosen_blocks(q: Tensor, k: Tensor, decays: Tensor, scale: float, w: int, count: int, by: Callable) -> Tensor:
+    """Returns which blocks of keys before the window and the rest of its block each query sees: int8 (b, h, n, blocks)."""
+    n, pieces = q.shape[2], []
+    padding = -n % BLOCK
+    k, keys = F.pad(k, (0, 0, 0, padding)), F.pad(decays, (0, padding))
+    blocks = torch.arange(keys.shape[-1] // BLOCK, device=q.device)
+    measure = _compiled(by) if q.is_cuda else by
+    for i in torch.arange(n, device=q.device).split(4 * CHUNK):
+        begin, end = int(i[0]), int(i[-1]) + 1
+        log_weight = (keys.unsqueeze(-2) - decays[:, :, begin:end].unsqueeze(-1)).clamp(max=0.0)
+        measured = measure(q[:, :, begin:end].contiguous(), k, log_weight, scale)
+        measured = measured.masked_fill(blocks >= ((i + 1 - w) // BLOCK).unsqueeze(-1), 0.0)
+        top = measured.topk(min(count, len(blocks)), dim=-1)
+        pieces.append(torch.zeros_like(measured, dtype=torch.int8).scatter_(-1, top.indices, (top.values > 0).to(torch.int8)))
+    return torch.cat(pieces, dim=2)

@@ -41,12 +41,18 @@ RECALL_WINDOW = 32
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
+CHOSEN = ("kept", "kept_residual", "hybrid_blocks", "hybrid_blocks_mean")
+DELTA = ("delta_values", "delta", "delta_keys")
 VARIANTS_OF = {
-    "needle": (*FIRST, *PARTS, *SHAPES),
-    "steps": (*FIRST, *PARTS, *SHAPES),
-    "recall": ("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate"),
+    "needle": (*FIRST, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "steps": (*FIRST, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "recall": (
+        *("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate", "kept", "kept_residual"),
+        *DELTA,
+    ),
 }
 SECONDS = {"needle": 250.0, "steps": 90.0, "recall": 60.0}
+SLOWER = 2.0  # factor for the variants with a delta rule
 
 
 def runs(device: torch.device) -> list[Run]:
@@ -62,7 +68,8 @@ def _runs_of(name: str) -> Iterator[Run]:
         rates = (setting.lr,)
     for variant in VARIANTS_OF[kind]:
         for lr in rates:
-            yield Run(variant, name, lr, 1, SECONDS[kind])
+            slower = SLOWER if variant in (*DELTA, "kept_residual") else 1.0
+            yield Run(variant, name, lr, 1, SECONDS[kind] * slower)
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:

@@ -82,9 +82,7 @@ VARIANTS = {
     ),
     "gate_bound_4": Variant("input gate, bound 4", layers={"fastmax": partial(memories.InputGate, bound=4.0)}),
     "gate_bound_16": Variant("input gate, bound 16", layers={"fastmax": partial(memories.InputGate, bound=16.0)}),
-    "gate_unbounded": Variant(
-        "input gate, no bound", layers={"fastmax": partial(memories.InputGate, shape=memories.no_bound)}
-    ),
+    "gate_unbounded": Variant("input gate, no bound", layers={"fastmax": partial(memories.InputGate, shape=memories.no_bound)}),
     "gate_sigmoid": Variant(
         "input gate, sigmoid, bias 4 at first",
         layers={"fastmax": partial(memories.InputGate, shape=memories.sigmoid_bound, initial=4.0)},
@@ -93,6 +91,23 @@ VARIANTS = {
     "gate_high": Variant("input gate, bias 2 at first", layers={"fastmax": partial(memories.InputGate, initial=2.0)}),
     "gate_polynomial": Variant("input gate, learned a0, a1, a2", layers={"fastmax": memories.LearnedPolynomial}),
     "gate_unrotated": Variant("input gate, far keys without rotation", layers={"fastmax": memories.UnrotatedFarKeys}),
+    "delta_values": Variant("input gate, values of the delta rule", layers={"fastmax": memories.DeltaValues}),
+    "delta": Variant("window, delta rule on second-order features", layers={"fastmax": memories.DeltaMemory}),
+    "delta_keys": Variant(
+        "window, delta rule on keys", layers={"fastmax": partial(memories.DeltaMemory, features=memories.first_order)}
+    ),
+    "kept": Variant("input gate, 256 keys kept by gate", layers={"fastmax": memories.KeptKeys}),
+    "kept_residual": Variant(
+        "input gate, 256 keys kept by the delta rule's residual", layers={"fastmax": memories.KeptByResidual}
+    ),
+    "hybrid_blocks": Variant(
+        "hybrid, 8 blocks of 64 by mass in its softmax layers", every=4, layers={"softmax": memories.ChosenBlocks}
+    ),
+    "hybrid_blocks_mean": Variant(
+        "hybrid, 8 blocks of 64 by mean key in its softmax layers",
+        every=4,
+        layers={"softmax": partial(memories.ChosenBlocks, by=memories.score_of_mean_key)},
+    ),
     # Softmax by PyTorch's kernels
     "softmax_sdpa": Variant("softmax (SDPA)", "softmax", PLAIN, sdpa=True),
     "softmax_parts_sdpa": Variant("softmax, same parts but decay (SDPA)", "softmax", {"decay": False}, sdpa=True),
