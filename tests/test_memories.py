@@ -241,7 +241,7 @@ def test_kept_keys(layer, monkeypatch):
 def test_all_blocks_are_softmax():
     torch.manual_seed(0)
     shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, attention="softmax"))
-    own = memories.ChosenBlocks(16, 2, attention="softmax", exact_keys=8, count=100).double()
+    own = memories.ChosenBlocks(16, 2, attention="softmax", near_keys=8, count=100).double()
     own.load_state_dict(shipped.state_dict())
     x = torch.randn(2, 200, 16, dtype=torch.float64)
     torch.testing.assert_close(own(x), shipped(x))
@@ -250,12 +250,16 @@ def test_all_blocks_are_softmax():
         torch.testing.assert_close(gradient, expected[name])
 
 
+@pytest.mark.parametrize("polynomial", [False, True])
 @pytest.mark.parametrize("by", [memories.mass_of_blocks, memories.score_of_mean_key])
-def test_chosen_blocks(by, monkeypatch):
+def test_chosen_blocks(by, polynomial, monkeypatch):
     monkeypatch.setattr(memories, "BLOCK", 3)
     monkeypatch.setattr(memories, "CHUNK", 2)  # queries are measured eight at a time
     torch.manual_seed(0)
-    layer = randomised(memories.ChosenBlocks(16, 2, attention="softmax", exact_keys=4, count=2, by=by))
+    if polynomial:
+        layer = randomised(memories.ExactBlocks(16, 2, count=2, by=by, **OPTIONS))
+    else:
+        layer = randomised(memories.ChosenBlocks(16, 2, attention="softmax", near_keys=4, count=2, by=by))
     x = torch.randn(1, 22, 16, dtype=torch.float64)
     q, k, _, log_decay = heads(layer, x)
 
@@ -272,8 +276,10 @@ def test_chosen_blocks(by, monkeypatch):
         best = sorted(range(whole), key=lambda block: -measured[block])[:2]
         return {j for j in range(i + 1) if j >= 3 * whole or j // 3 in best}
 
-    zero = torch.zeros((), dtype=torch.float64)
-    torch.testing.assert_close(layer(x), naive(layer, x, lambda b, h, i, j, s: s.exp() if j in seen(b, h, i) else zero))
+    def weight(b, h, i, j, s):
+        return s.exp() if j in seen(b, h, i) else f(s) if polynomial else torch.zeros_like(s)
+
+    torch.testing.assert_close(layer(x), naive(layer, x, weight))
 
 
 def gradcheck_of_part(log_weight, keys) -> None:

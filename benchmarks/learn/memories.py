@@ -69,6 +69,10 @@ def chosen_exact(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, chosen: 
     return torch.where(chosen[b, h, i, j // BLOCK] > 0, s, float("-inf"))
 
 
+def chosen_or_polynomial(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, chosen: Tensor) -> Tensor:
+    return torch.where(chosen[b, h, i, j // BLOCK] > 0, s, polynomial(s, b, h, i, j))
+
+
 # ---- keys of a part, for exact windows of w keys
 
 
@@ -520,23 +524,33 @@ def least_kept(rank: Tensor, kept: int, w: int) -> Tensor:
 class ChosenBlocks(Memory):
     """Softmax over the keys near a query and the `count` blocks of earlier keys that it gives the largest polynomial mass.
 
-    The near keys are those of a window, and the keys before it up to the end of a block.
+    The near keys are those of the exact window, and the keys before it up to the end of a block.
 
     Args:
         count: number of blocks for each query and head.
-        exact_keys: keys of the window.
+        near_keys: keys of the window. None: `exact_window`, which softmax layers do not have.
         by: `mass_of_blocks`, or another measure of blocks with its arguments.
     """
 
-    def __init__(self, *sizes: int, count: int = 8, exact_keys: int = 128, by: Callable | None = None, **options):
+    LOG_WEIGHT = staticmethod(chosen_exact)  # of keys beyond the near ones
+
+    def __init__(self, *sizes: int, count: int = 8, near_keys: int | None = None, by: Callable | None = None, **options):
         super().__init__(*sizes, **options)
-        self.count, self.exact_keys, self.by = count, exact_keys, mass_of_blocks if by is None else by
+        self.near_keys = self.exact_window if near_keys is None else near_keys
+        self.count, self.by = count, mass_of_blocks if by is None else by
 
     def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+        w = self.near_keys
         with torch.no_grad():
-            chosen = chosen_blocks(q, k, decays, self.scale, self.exact_keys, self.count, self.by)
-        blocks = part(q, k, v, decays, self.scale, chosen_exact, far_blocks, self.exact_keys, chosen)
-        return merged(part(q, k, v, decays, self.scale, exact, near_blocks, self.exact_keys), blocks)
+            chosen = chosen_blocks(q, k, decays, self.scale, w, self.count, self.by)
+        beyond = part(q, k, v, decays, self.scale, self.LOG_WEIGHT, far_blocks, w, chosen)
+        return merged(part(q, k, v, decays, self.scale, exact, near_blocks, w), beyond)
+
+
+class ExactBlocks(ChosenBlocks):
+    """As ChosenBlocks, and the keys of other blocks weigh f(s)."""
+
+    LOG_WEIGHT = staticmethod(chosen_or_polynomial)
 
 
 def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:

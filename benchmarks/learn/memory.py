@@ -41,7 +41,7 @@ RECALL_WINDOW = 32
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
-CHOSEN = ("kept", "kept_residual", "hybrid_blocks", "hybrid_blocks_mean")
+CHOSEN = ("kept", "kept_residual", "hybrid_blocks", "hybrid_blocks_mean", "blocks")
 DELTA = ("delta_values", "delta", "delta_keys")
 VARIANTS_OF = {
     "needle": (*FIRST, *PARTS, *CHOSEN, *SHAPES, *DELTA),

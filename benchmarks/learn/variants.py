@@ -100,13 +100,16 @@ VARIANTS = {
     "kept_residual": Variant(
         "input gate, 256 keys kept by the delta rule's residual", layers={"fastmax": memories.KeptByResidual}
     ),
+    "blocks": Variant("8 blocks of 64 by mass exact", layers={"fastmax": memories.ExactBlocks}),
     "hybrid_blocks": Variant(
-        "hybrid, 8 blocks of 64 by mass in its softmax layers", every=4, layers={"softmax": memories.ChosenBlocks}
+        "hybrid, 8 blocks of 64 by mass in its softmax layers",
+        every=4,
+        layers={"softmax": partial(memories.ChosenBlocks, near_keys=128)},
     ),
     "hybrid_blocks_mean": Variant(
         "hybrid, 8 blocks of 64 by mean key in its softmax layers",
         every=4,
-        layers={"softmax": partial(memories.ChosenBlocks, by=memories.score_of_mean_key)},
+        layers={"softmax": partial(memories.ChosenBlocks, near_keys=128, by=memories.score_of_mean_key)},
     ),
     # Softmax by PyTorch's kernels
     "softmax_sdpa": Variant("softmax (SDPA)", "softmax", PLAIN, sdpa=True),
