@@ -26,6 +26,8 @@ from fastmax.nn.rotary import Rotation
 
 DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU
 CHANNELS = 128  # of the values in one call of FlexAttention
+# FlexAttention chooses its tiles by the width of q and k; with those for 64, means of 128 channels do not fit into the registers
+WIDE_VALUES = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3}
 BLOCK = 64  # keys of a block, and queries that share a threshold of kept keys
 TILE = 128  # queries and keys of a tile of FlexAttention
 CHUNK = 128  # tokens of a step of the delta rule
@@ -171,12 +173,18 @@ def _flex(
     def log_of(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return log_weight(s, b, h, i, j, *tensors) + constant_bias[b, h, j]
 
-    options = {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}, "return_aux": AuxRequest(lse=True)}
     pieces = []
     for piece in _with_ones(v, bias).split(CHANNELS, dim=-1):
         channels = piece.shape[-1]
-        padded = F.pad(piece, (0, max(16, 2 ** (channels - 1).bit_length()) - channels))
-        o, of_rows = flex_attention(q.contiguous(), k.contiguous(), padded, log_of, mask, scale, **options)
+        width = max(16, 2 ** (channels - 1).bit_length())
+        options: dict = {"FORCE_USE_FLEX_ATTENTION": True}
+        if width == CHANNELS and v.dtype != torch.float32:
+            options |= WIDE_VALUES
+        piece = F.pad(piece, (0, width - channels))
+        aux = AuxRequest(lse=True)
+        o, of_rows = flex_attention(
+            q.contiguous(), k.contiguous(), piece, log_of, mask, scale, kernel_options=options, return_aux=aux
+        )
         pieces.append(o[..., :channels])
     return _split(torch.cat(pieces, dim=-1), of_rows.lse)
 

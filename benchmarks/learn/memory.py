@@ -52,7 +52,7 @@ VARIANTS_OF = {
     ),
 }
 SECONDS = {"needle": 250.0, "steps": 90.0, "recall": 60.0}
-SLOWER = 2.0  # factor for the variants with a delta rule
+SLOWER = 2.0  # factor of the time of the slowest variants
 
 
 def runs(device: torch.device) -> list[Run]:
@@ -68,7 +68,7 @@ def _runs_of(name: str) -> Iterator[Run]:
         rates = (setting.lr,)
     for variant in VARIANTS_OF[kind]:
         for lr in rates:
-            slower = SLOWER if variant in (*DELTA, "kept_residual") else 1.0
+            slower = SLOWER if variant in (*DELTA, "kept_residual", "blocks") else 1.0
             yield Run(variant, name, lr, 1, SECONDS[kind] * slower)
 
 
