@@ -10,7 +10,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
-from benchmarks.learn import memories
+from benchmarks.learn import memories, variants
 
 SIZES = {"embed_dim": 16, "num_heads": 2}
 OPTIONS = {"exact_window": 4, "longest_half_life": 8.0}
@@ -50,6 +50,19 @@ def test_a_layer_without_its_idea_is_the_layer(layer, options):
     got = gradients(own, x)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", ["gate", "gate_polynomial", "gate_unrotated", "delta", "kept", "hybrid_gate", "hybrid_blocks"])
+def test_initial_weights_are_those_of_the_layer(name):
+    """So runs with the same seed differ in the idea alone."""
+    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "block_size": 32}
+    weights = []
+    for each in (name, "p2_all"):
+        torch.manual_seed(0)
+        weights.append(dict(variants.make_gpt(variants.VARIANTS[each], 8, **sizes).named_parameters()))
+    own, shipped = weights
+    for key, weight in shipped.items():
+        assert torch.equal(own[key], weight), key
 
 
 def test_gated_softmax_without_a_gate_is_softmax():

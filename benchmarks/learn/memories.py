@@ -26,7 +26,7 @@ from fastmax.nn.rotary import Rotation
 
 DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU
 CHANNELS = 128  # of the values in one call of FlexAttention
-# FlexAttention chooses its tiles by the width of q and k; with those for 64, means of 128 channels do not fit into the registers
+# FlexAttention chooses its tiles by the width of q and k; with those for 64, 128 channels of values do not fit in registers
 WIDE_VALUES = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3}
 BLOCK = 64  # keys of a block, and queries that share a threshold of kept keys
 TILE = 128  # queries and keys of a tile of FlexAttention
@@ -273,8 +273,11 @@ class Memory(fastmax.FastmaxSelfAttention):
 
 
 def to_heads(layer: fastmax.FastmaxSelfAttention, bias: float = 0.0) -> nn.Linear:
-    """Returns a projection of x to one channel per head that is `bias` at first."""
-    proj = nn.Linear(layer.embed_dim, layer.num_kv_heads)
+    """Returns a projection of x to one channel per head that is `bias` at first.
+
+    It draws no random numbers: with a seed, all else has the initial weights that it has without the projection.
+    """
+    proj = nn.utils.skip_init(nn.Linear, layer.embed_dim, layer.num_kv_heads)
     nn.init.zeros_(proj.weight)
     nn.init.constant_(proj.bias, bias)
     return proj
