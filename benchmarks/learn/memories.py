@@ -221,9 +221,15 @@ def _mask(keys: Callable, w: int, n: int, device: torch.device) -> BlockMask:
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """Compiles a function for each shape. As a full graph: without a compiler, FlexAttention would compute the full matrix."""
+    """Compiles a function for each shape, also in a model that runs uncompiled: FlexAttention would compute the full matrix."""
     torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    compiled = torch.compile(function, dynamic=False, fullgraph=True)
+
+    def run(*arguments: object) -> object:
+        with torch.compiler.set_stance("default"):
+            return compiled(*arguments)
+
+    return run
 
 
 # ---- layers
