@@ -51,11 +51,12 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kRows = 64;  // per consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   // Registers: sums kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
-  // kHeadDim / 4 each if they are in registers. Decay takes registers too. Products of 64 x 64 with both operands in shared
-  // memory use all of its bandwidth.
+  // kHeadDim / 4 each if they are in registers. Decays and local keys take registers too. Products of 64 x 64 with both operands
+  // in shared memory use all of its bandwidth.
   static constexpr bool kPlain = !kHasDecay<Visibility> && !Score::kHasLocalKeys;
   static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && kPlain ? 128 : 64;
-  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && kPlain;
+  static constexpr bool kXInRegisters =
+      kStream == 64 && (kOwnsKeys ? kPlain && kHeadDim <= 64 : kPlain || kHeadDim <= 96);
   static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
