@@ -7,6 +7,7 @@
 
 #include "core/params.h"
 #include "core/visibility.h"
+#include "quadratic/sm90/visible.h"
 
 namespace fastmax {
 
@@ -72,6 +73,40 @@ struct ColumnGroups {
   // Packs the lowest bit of each byte.
   static __device__ __forceinline__ uint32_t bit_per_byte(uint32_t x) { return ((x & 0x01010101u) * 0x10204080u) >> 28; }
 };
+
+// What the pairs of a tile are.
+enum class TileKind {
+  kWhole,  // all visible, and global if there are local keys
+  kLocal,  // all visible and local
+  kMixed,
+};
+
+// Tiles that rows see. Those of `local` are wholly visible too, and hold local keys alone.
+struct TileKindRanges : TileRanges {
+  Range local{0, 0};
+
+  __device__ __forceinline__ TileKind kind_of(int tile) const {
+    return whole.contains(tile) ? TileKind::kWhole : local.contains(tile) ? TileKind::kLocal : TileKind::kMixed;
+  }
+};
+
+// Marks local columns in the order of visible_keys (visible.h). row: position of a lane's first row among the columns' tokens.
+template <int kWords>
+__device__ __forceinline__ void local_columns(uint32_t (&local)[2][kWords], int window, int row, int tile_begin, int t) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = row + 8 * half - tile_begin;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) local[half][i] = (low_bits(own + window, i) & ~low_bits(own - window + 1, i)) >> (2 * t);
+  }
+}
+
+// Tiles of local keys alone among those that all rows see. first, last: positions of the rows among the columns' tokens.
+template <int kTile>
+__device__ __forceinline__ Range local_tiles(Range whole, int window, int first, int last) {
+  const Range local = tiles_within<kTile>({max(0, last - window + 1), max(0, first + window)});
+  return {max(whole.begin, local.begin), min(whole.end, local.end)};
+}
 
 // Tiles without local keys: the longer of the two parts of `whole` before and behind the tiles with local tokens. first, last:
 // positions of the rows among the columns' tokens. empty: what to return if no tile is left.

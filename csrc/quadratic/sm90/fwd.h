@@ -61,7 +61,7 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueries = kStages * kStageBytes;  // from here on: offsets in shared memory
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kFactorBytes = kHasDecay<Visibility> ? kDecayTileBytes<float, kKeys> : 0;  // per stage
+  static constexpr int kFactorBytes = kHasDecay<Visibility> ? DecayTile<Score, true, kKeys>::kPowers : 0;  // per stage
   static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
   static constexpr int kEnd = kFactors + kStages * kFactorBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
@@ -440,7 +440,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
           if constexpr (kHasDecay<Visibility>) {
             const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
-            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
+            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * DecayTile<Score, true, Tile::kKeys>::kBytes, Tile::kFactorBytes, ring.full(at));
           }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
