@@ -435,18 +435,18 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
   // Tiles of `block` that the `count` rows from `row` on see.
   const auto tiles_of = [&](const WorkTileInfo& work_tile, int row, int count, Range block) {
     const int last = min(row + count, rows) - 1;
-    TileKindRanges tiles;
+    TileRanges tiles;
     if constexpr (kOwnsKeys) {
-      tiles = {query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block)};
+      tiles = query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
     } else {
-      tiles = {key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block)};
+      tiles = key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
     }
     if constexpr (Score::kHasLocalKeys) {
       const int offset = kOwnsKeys ? -p.causal_offset : p.causal_offset, none = kOwnsKeys ? tiles.seen.end : tiles.seen.begin;
-      tiles.local = local_tiles<Tile::kStream>(tiles.whole, p.exact_window, row + offset, last + offset);
-      tiles.whole = without_local_tiles<Tile::kStream>(tiles.whole, p.exact_window, row + offset, last + offset, {none, none});
+      return tile_kinds<Tile::kStream>(tiles, p.exact_window, row + offset, last + offset, none);
+    } else {
+      return tiles;
     }
-    return tiles;
   };
   const auto tiles_of_block = [&](const WorkTileInfo& work_tile) { return tiles_of(work_tile, work_tile.row, Tile::kBlockRows, kAllTiles).seen; };
 
@@ -504,7 +504,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
       const Range block_tiles = tiles_of_block(work_tile);
       const int row = work_tile.row + consumer * Tile::kRows;           // first row of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and lane_row + 8
-      TileKindRanges tiles{};
+      decltype(tiles_of(work_tile, 0, 0, block_tiles)) tiles{};
       if (row < rows) tiles = tiles_of(work_tile, row, Tile::kRows, block_tiles);
       // The tiles of the block, in the order of the loop: tiles that only other consumers see (`before`), tiles that this
       // consumer sees, then others. The seen tiles: partly visible ones below index `masked`, wholly visible ones below

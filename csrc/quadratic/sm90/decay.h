@@ -28,7 +28,8 @@ struct DecayVisibility : TableVisibility {
 template <class Visibility>
 inline constexpr bool kHasDecay = std::is_same_v<Visibility, DecayVisibility>;
 
-// Largest decay within a partly visible tile, in units of log 2, up to which it uses factors of rows and columns.
+// Largest decay within a partly visible tile, in units of log 2, up to which it uses factors of rows and columns. In an exact window:
+// up to which parts of it do that are wholly visible.
 inline constexpr float kMostSpan = 48.f;
 
 // Shared by all columns of a tile; stored after the columns.
