@@ -81,8 +81,8 @@ SPILL_EXCEPTIONS = {
     "tiles that decay as a whole by more than 2^-48 (takes_pairs); elsewhere a few words once per work tile",
     r"quadratic_fwd_sm90_kernel<fastmax::.*DecayVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of decays, "
     "once per work tile",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
-    "decays, likewise",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to eight "
+    "of decays, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per work tile; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "
