@@ -7,8 +7,8 @@
 // A consumer warpgroup has up to kOwnTiles tiles of 64 features x all channels in its accumulators, and adds y in stages of 64 rows. A stage
 // is a tile of w and one of y. Products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or for
 // moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory. A copier warp stores them while the
-// consumers go on; with decays (linear/decay.h) the sums then decay (DeferredDecay). A third warpgroup has the producer, the copiers, and
-// with decays a warp that scales rows.
+// consumers go on; with decays (linear/decay.h) the sums then decay. A third warpgroup has the producer, the copiers, and with decays a
+// warp that scales rows.
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -60,21 +60,6 @@ struct Divisor {
     return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
   }
 };
-// The decay of the sums since they were multiplied last. They are multiplied only once it is small, for the tensor cores wait meanwhile:
-// until then rows are divided by it before they are added, and the sums are multiplied where they are stored.
-struct DeferredDecay {
-  static constexpr float kSmallest = 1.52587890625e-5f;  // 2^-16: what is divided by it has to stay in range
-  float factor = 1.f;
-
-  // Returns by what to multiply the sums now: 1, or what is not deferred any more.
-  __device__ __forceinline__ float decay(const DecayFactor& carry) {
-    const float decayed = carry(factor);
-    const bool defers = decayed >= kSmallest;  // not NaN
-    factor = defers ? decayed : 1.f;
-    return defers ? 1.f : decayed;
-  }
-};
-
 // Constants of a launch for the producer.
 struct Loads {
   Divisor y_group, state_heads;
@@ -95,8 +80,7 @@ struct StateBlock {
   static constexpr bool kBounded = kRows == Rows::kBounded || kHasDecay;
   static constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   static constexpr uint32_t kOnes = 0x3f803f80u;  // two, in bf16
-  // At head dim 128 consumers have no register left for one more address or factor.
-  static constexpr bool kRoundsScales = kHasDecay && kHeadDim <= 64, kDefersDecay = kRoundsScales;
+  static constexpr bool kRoundsScales = kHasDecay && kHeadDim <= 64;  // at 128 consumers have no register left for one more address
   // The more registers the warp that scales rows has, the more of them are in flight. At head dim 128 the consumers need all others.
   static constexpr int kProducerRegisters = !kHasDecay || kHeadDim == 128 ? 24 : kHeadDim == 32 ? 32 : 40;
   static constexpr int kConsumerRegisters = kHeadDim == 32 ? 104 : kHasDecay && kHeadDim == 64 ? 232 : 240;
@@ -124,16 +108,6 @@ struct StateBlock {
   }
   __device__ __forceinline__ uint32_t rounded_scales(RingPosition at) const {
     return static_cast<uint32_t>(stages_at + (loads.has_e ? Tile::kFactors : Tile::kScales) + at.stage * kScaleBytes);
-  }
-  // The decay of the sums when rows from `row` on join them, where a chunk or the segment begins. chunk: the next one that has a snapshot.
-  // A state pass may begin in a phase's chunk before the first; from there on edges are counted.
-  __device__ __forceinline__ DecayFactor carry(int row, int chunk) const {
-    DecayFactor carry{0.f};
-    if (row < end && (row == begin ? a.decay.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
-      const int edge = row == begin ? a.decay.edge_at(a, row) : a.decay.first_chunk + chunk;
-      carry.code = __ldg(a.decay.carries + static_cast<int64_t>(state) * a.decay.chunks + edge);
-    }
-    return carry;
   }
   // The tiles of a snapshot in shared memory, from which they are copied to memory.
   __device__ __forceinline__ uint32_t staging_of(int wg) const {
@@ -187,8 +161,7 @@ struct StateProducer {
 };
 
 // The scaler: multiplies rows of w by their decays until their chunk's end, rounds e, and hands the stage to the consumers. One warp, whose
-// products hide behind those of the tensor cores; the consumers would have to multiply features, which are more. Rows and e are divided by
-// the decay that the sums have deferred.
+// products hide behind those of the tensor cores; the consumers would have to multiply features, which are more.
 template <class Block>
 struct RowScaler {
   using Tile = typename Block::Tile;
@@ -196,25 +169,14 @@ struct RowScaler {
   using RowTile = typename Block::RowTile;
   const Block& b;
 
-  // chunk: the next one that has a snapshot.
-  __device__ __forceinline__ void run(int chunk) const {
+  __device__ __forceinline__ void run() const {
     RingPosition at;
-    DeferredDecay deferred;
-    float inverse = 1.f;  // of what is deferred
-    for (int i = 0, row = b.begin, left = 0; i < b.stages; ++i, at.template advance<Block::kStages>()) {
-      if (Block::kDefersDecay && left-- == 0) {  // a run of stages begins, as for the consumers
-        deferred.decay(b.carry(row, chunk));
-        inverse = 1.f / deferred.factor;
-        if (row == b.a.chunk_begin(chunk)) ++chunk;
-        const int next = min(b.a.chunk_begin(chunk), b.end);
-        left = (next - row) / kTileRows * b.y_group - 1;
-        row = next;
-      }
+    for (int i = 0; i < b.stages; ++i, at.template advance<Block::kStages>()) {
       b.copied.wait_until_full(at);
-      scale(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + Tile::kFactors + at.stage * kScaleBytes, inverse);
+      scale(b.stages_at + at.stage * Tile::kStageBytes, b.stages_at + Tile::kFactors + at.stage * kScaleBytes);
       if constexpr (Block::kRoundsScales) {
         __syncwarp();  // the factors may be written over
-        round_scales(b.scales(at), b.rounded_scales(at), inverse);
+        round_scales(b.scales(at), b.rounded_scales(at));
       }
       ptx::fence_proxy_async();
       b.ring.publish(at, b.lane);
@@ -222,14 +184,14 @@ struct RowScaler {
   }
 
   // As the consumers take e: in bf16, and behind it ones, for shares without e.
-  __device__ __forceinline__ void round_scales(uint32_t e, uint32_t rounded, float inverse) const {
+  __device__ __forceinline__ void round_scales(uint32_t e, uint32_t rounded) const {
     const float2 pair = ptx::load_shared_f32x2(e + 8 * b.lane);
-    ptx::store_shared_u32(rounded + 4 * b.lane, ptx::pack_bf16x2(pair.x * inverse, pair.y * inverse));
+    ptx::store_shared_u32(rounded + 4 * b.lane, ptx::pack_bf16x2(pair.x, pair.y));
     ptx::store_shared_u32(rounded + kScaleBytes / 2 + 4 * b.lane, Block::kOnes);
   }
 
   // Rows as they lie: the chunks of a row have one factor, whatever their order. A row of a panel per kRowChunks lanes.
-  __device__ __forceinline__ void scale(uint32_t w, uint32_t factors, float inverse) const {
+  __device__ __forceinline__ void scale(uint32_t w, uint32_t factors) const {
     constexpr int kRowChunks = RowTile::kRowBytes / 16, kPassRows = 32 / kRowChunks;
     constexpr int kPasses = kHeadDim == 64 ? 4 : kHeadDim == 32 ? 2 : 1;  // in flight
     uint32_t at = w + 16 * b.lane, factor_at = factors + b.lane / kRowChunks * 4;
@@ -240,7 +202,6 @@ struct RowScaler {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         factor[i] = ptx::load_shared_f32(factor_at + i * kPassRows * 4);
-        if constexpr (Block::kDefersDecay) factor[i] *= inverse;
 #pragma unroll
         for (int j = 0; j < RowTile::kPanels; ++j) ptx::load_shared_u32x4(x[i][j], at + i * 512 + j * RowTile::kPanelBytes);
       }
@@ -301,7 +262,7 @@ struct StateConsumer {
   static constexpr int kHeadDim = Tile::kPanelCols * Tile::kPanels;
   static constexpr int kStages = Block::kStages, kTileBytes = Block::kTileBytes;
   static constexpr bool kScaled = Block::kScaled, kHasDecay = Block::kHasDecay, kBounded = Block::kBounded;
-  static constexpr bool kRoundsScales = Block::kRoundsScales, kDefersDecay = Block::kDefersDecay;
+  static constexpr bool kRoundsScales = Block::kRoundsScales;
   static constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
   // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
   static constexpr int kFirst = (kOwn + 1) / 2;
@@ -380,30 +341,28 @@ struct StateConsumer {
     }
   }
 
-  // factor: of the sums.
-  __device__ __forceinline__ void store_sums(int64_t slot, float factor) const {
+  __device__ __forceinline__ void store_sums(int64_t slot) const {
     float* sums = b.a.sums + slot * Tile::kSums;
     const float total = warp_sum(count);
     if (share.of_y && b.lane == 0) sums[Tile::kSumOne] = total;
     sums += (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * b.lane;
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; ++j) {
-      if (b.lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(factor * acc[kOwn - 1][4 * j], factor * acc[kOwn - 1][4 * j + 1]);
+      if (b.lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
     }
   }
 
-  __device__ __forceinline__ void store_snapshot(int c, float factor) const {
+  __device__ __forceinline__ void store_snapshot(int c) const {
     const StateArgs& a = b.a;
     const uint32_t staging = b.staging_of(b.warpgroup);
     const int64_t slot = a.slot(b.state, c);
     // First of all: the fence below waits for these stores.
-    if (of_ones && share.is_there && w4 == kOnesWarp) store_sums(slot, factor);
+    if (of_ones && share.is_there && w4 == kOnesWarp) store_sums(slot);
     ptx::barrier_wait<Block::kWithCopier>(Block::staging_is_free(b.warpgroup));
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
       if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
-      weight *= factor;
       if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
         store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, b.lane);
       }
@@ -488,21 +447,17 @@ struct StateConsumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_sums(float factor) const {
+  // Multiplies the sums by what is left of them. Returns whether anything is.
+  __device__ __forceinline__ bool decay_sums(const DecayFactor& carry) const {
+    const float factor = carry.factor();
+    const bool is_left = factor != 0.f;
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
+    for (int j = 0; kHasDecay && j < kOwn; ++j) {
 #pragma unroll
       for (int i = 0; i < kRegs; ++i) acc[j][i] *= factor;
     }
-  }
-
-  // Lets the sums decay, or defers it: then `now` is by what to multiply them before the next run. Returns whether anything is left of them.
-  __device__ __forceinline__ bool decay_sums(const DecayFactor& carry, DeferredDecay& deferred, float& now) const {
-    const float factor = carry.factor();
     count = decayed(count, factor);
-    if constexpr (kDefersDecay) now = deferred.decay(carry);
-    else if constexpr (kHasDecay) multiply_sums(factor);
-    return factor != 0.f;
+    return is_left;
   }
 
   // All rows of the segment, run by run: a run ends where a snapshot is stored. chunk: the next one that has a snapshot; left: stages
@@ -513,36 +468,34 @@ struct StateConsumer {
       b.ring.wait_until_full(at);
       load_rows(b.stages_at + kTileBytes);
     }
-    DeferredDecay deferred;
-    float now = 1.f;  // by what the sums are multiplied before the next run
-    [[maybe_unused]] bool goes_on = true;  // something is left of the sums
-    int row = b.begin, run = 0;  // run: stages until `row`
-    do {
-      if constexpr (kDefersDecay) multiply_sums(now);
-      // Runs before which the sums are not multiplied, in a loop of their own: behind a branch around it, products would be serialised (C7515).
-      do {
-        for (; run > 0; --run) add_stage(at, left, goes_on);
-        wgmma_wait<0>();
+    for (int row = b.begin;;) {
 #pragma unroll
-        for (int j = 0; j < kOwn; ++j) keep(acc[j]);
-        [[maybe_unused]] DecayFactor carry{0.f};  // looked up before a snapshot is stored
-        if constexpr (kBounded) carry = b.carry(row, chunk);
-        if (row == a.chunk_begin(chunk) && (row < b.end || b.is_last)) {
-          if (!b.totals) store_snapshot(chunk, deferred.factor);
-          ++chunk;
-        }
-        if (row == b.end) break;
-        if constexpr (kBounded) goes_on = decay_sums(carry, deferred, now);
-        const int next = b.totals && !kBounded ? b.end : min(a.chunk_begin(chunk), b.end);
-        run = (next - row) / kTileRows * b.y_group;
-        row = next;
-        if constexpr (!Tile::kKeepsRows) {
-          b.ring.wait_until_full(at);
-          load_rows(b.stages_at + at.stage * Tile::kStageBytes + kTileBytes);
-        }
-      } while (!kDefersDecay || now == 1.f);
-    } while (kDefersDecay && run > 0);
-    if constexpr (kDefersDecay) multiply_sums(deferred.factor);
+      for (int j = 0; j < kOwn; ++j) keep(acc[j]);
+      DecayFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
+      // A state pass may begin in a phase's chunk before the first; from there on edges are counted.
+      if (kBounded && row < b.end && (row == b.begin ? a.decay.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
+        const int edge = row == b.begin ? a.decay.edge_at(a, row) : a.decay.first_chunk + chunk;
+        carry.code = __ldg(a.decay.carries + static_cast<int64_t>(b.state) * a.decay.chunks + edge);
+      }
+      if (row == a.chunk_begin(chunk) && (row < b.end || b.is_last)) {
+        if (!b.totals) store_snapshot(chunk);
+        ++chunk;
+      }
+      if (row == b.end) break;
+      [[maybe_unused]] bool goes_on = true;  // something is left of the sums
+      if constexpr (kBounded) goes_on = decay_sums(carry);
+      const int next = b.totals && !kBounded ? b.end : min(a.chunk_begin(chunk), b.end);
+      int run = (next - row) / kTileRows * b.y_group;
+      row = next;
+      if constexpr (!Tile::kKeepsRows) {
+        b.ring.wait_until_full(at);
+        load_rows(b.stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+      }
+      for (; run > 0; --run) add_stage(at, left, goes_on);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) keep(acc[j]);
+    }
   }
 };
 
@@ -622,7 +575,7 @@ __device__ __forceinline__ void run_roles(const CUtensorMap& y_map, const CUtens
     ptx::fewer_registers<Block::kProducerRegisters>();
     const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
     if constexpr (Block::kHasDecay) {
-      if (wg == 2) return RowScaler<Block>{block}.run(chunk);
+      if (wg == 2) return RowScaler<Block>{block}.run();
     }
     if (wg < 0) StateProducer<Block>{block}.run();
     else if (wg < 2 && !totals) SnapshotCopier<Block>{block, wg}.run(chunk);
