@@ -523,6 +523,10 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           return NoTileDecay();
         }
       }();
+      const auto of_lane = [&] {
+        if constexpr (Score::kHasLocalKeys) return LaneVisibility<kOwnsKeys>(visibility(work_tile), lane_row);
+        else return visibility(work_tile);
+      }();
       uint32_t visible[2][Tile::kStream / 32];
       // Converts S and D of the i-th tile of a head, which is in the stage, to P and dS.
       int head_streamed = 0;
@@ -530,9 +534,9 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         constexpr TileKind kKind = decltype(kind)::value;
         if constexpr (kMasksPairs<kKind>) {
           if constexpr (kOwnsKeys) {
-            visible_queries(visible, visibility(work_tile), first + i, lane_row, t);
+            visible_queries(visible, of_lane, first + i, lane_row, t);
           } else {
-            visible_keys(visible, visibility(work_tile), kept, work_tile.batch, first - i, lane_row, t);
+            visible_keys(visible, of_lane, kept, work_tile.batch, first - i, lane_row, t);
           }
         }
         const float4* streamed = nullptr;
