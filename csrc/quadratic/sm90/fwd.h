@@ -516,7 +516,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         query_ring(consumer).release(queries, lane);
       }
       if (tile >= first_tile) {
-        const Visibility sees(p, head.batch * p.hk + head.kv_head);
+        const auto sees = [&] {
+          const Visibility of_head(p, head.batch * p.hk + head.kv_head);
+          if constexpr (Score::kHasLocalKeys) return LaneVisibility<false>(of_head, lane_row);
+          else return of_head;
+        }();
         const Operand<QueryTile> q(query_tile(consumer, queries));
         uint32_t visible[2][Tile::kKeys / 32];
         float shrink[2];
