@@ -160,13 +160,12 @@ struct QuadraticBwdRows {
   template <TileKind kKind, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
                                                 int lane_row, const BwdParams& p, const float4* streamed) {
-    constexpr bool kMasked = kKind == TileKind::kMixed;
+    constexpr bool kMasked = kMasksPairs<kKind>;
     const uint32_t columns = stage + 2 * StreamTile::kBytes;
     decay.template start<kMasked>(columns);
     if constexpr (Score::kHasLocalKeys) {
       if constexpr (kKind == TileKind::kWhole) differentiate_global(Score(p), columns, decay);
-      else if constexpr (kKind == TileKind::kLocal) differentiate_local(Score(p), columns, decay);
-      else differentiate_mixed(Score(p), columns, visible, decay, begin, lane_row, p);
+      else differentiate_near<kKind>(Score(p), columns, visible, decay, begin, lane_row, p);
     } else {
       if constexpr (kHasDecay<Visibility>) {
         if (kMasked && decay.takes_pairs) {
@@ -213,42 +212,22 @@ struct QuadraticBwdRows {
     }
   }
 
-  // Tiles of local keys that all rows see, likewise.
-  template <class Decay>
-  __device__ __forceinline__ void differentiate_local(const Score& score, uint32_t columns, const Decay& decay) {
-#pragma unroll
-    for (int j = 0; j < kStream / 8; ++j) {
-      const int column = 8 * j + 2 * (lane_index() % 4);
-      float2 queries[2], keys;
-      if constexpr (kOwnsKeys) load_queries<1>(queries, columns, column);
-      else if constexpr (kDecays) keys = decay.columns(columns, column);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 4 * j + e, half = e / 2;
-        const float2 row = kOwnsKeys ? queries[e % 2] : make_float2(row_scores[half].z, row_scores[half].w);
-        float exponent = row.x;
-        if constexpr (kDecays) exponent += decay.of_rows[half];
-        if constexpr (kDecays && !kOwnsKeys) exponent += e % 2 == 0 ? keys.x : keys.y;
-        set_pair(i, score.local_pair(d[i] - row.y, fmaf(score.c, s[i], exponent)));
-      }
-    }
-  }
-
-  // Any tiles.
-  template <class Decay>
-  __device__ __forceinline__ void differentiate_mixed(Score score, uint32_t columns, const uint32_t (&visible)[2][kStream / 32],
-                                                      const Decay& decay, int begin, int lane_row, const BwdParams& p) {
+  // Tiles with local keys.
+  template <TileKind kKind, class Decay>
+  __device__ __forceinline__ void differentiate_near(Score score, uint32_t columns, const uint32_t (&visible)[2][kStream / 32],
+                                                     const Decay& decay, int begin, int lane_row, const BwdParams& p) {
+    constexpr bool kMasks = kMasksPairs<kKind>, kSelects = kSelectsPairs<kKind>;
     const int t = lane_index() % 4;
     const int position = kOwnsKeys ? lane_row - p.causal_offset : lane_row + p.causal_offset;  // among the streamed tokens
     uint32_t local[2][kStream / 32], flows[2][kStream / 32];
-    local_columns(local, p.exact_window, position, begin, t);
+    if constexpr (kSelects) local_columns(local, p.exact_window, position, begin, t);
     // In registers, so that they are selected by one instruction.
-    score.c = ptx::compute_first(score.c), score.scale = ptx::compute_first(score.scale);
-    float2 rows[2];  // exponents and their rounding errors
+    if constexpr (kSelects) score.c = ptx::compute_first(score.c), score.scale = ptx::compute_first(score.scale);
+    float2 rows[2];  // exponents and their rounding errors, which matter where keys may come after queries
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows[half] = make_float2(0.f, 0.f);
-      if constexpr (kDecays) rows[half] = make_float2(decay.of_rows[half], decay.errors[half]);
+      if constexpr (kDecays) rows[half] = make_float2(decay.of_rows[half], kMasks ? decay.errors[half] : 0.f);
       if constexpr (!kOwnsKeys) {
         const float2 sum = exact_sum(row_scores[half].z, rows[half].x);
         rows[half] = make_float2(sum.x, sum.y + rows[half].y);
@@ -265,19 +244,28 @@ struct QuadraticBwdRows {
       float2 queries[2], keys = make_float2(0.f, 0.f), errors = make_float2(0.f, 0.f);
       if constexpr (kOwnsKeys) load_queries<1>(queries, columns, column);
       else if constexpr (kDecays) keys = decay.columns(columns, column);
-      if constexpr (kDecays) errors = decay.columns(columns + ColumnTile::kErrors, column);
+      if constexpr (kDecays && kMasks) errors = decay.columns(columns + ColumnTile::kErrors, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e, half = e / 2;
-        const float of_column = kOwnsKeys ? queries[e % 2].x : e % 2 == 0 ? keys.x : keys.y;
-        const float exponent = (rows[half].x + of_column) + (rows[half].y + (e % 2 == 0 ? errors.x : errors.y));
-        const bool is_local = is_visible(local, i);
-        const DecayedPair pair = score.pair(is_local, s[i], d[i] - (kOwnsKeys ? queries[e % 2].y : row_scores[half].w),
-                                            fmaf(is_local ? score.c : 0.f, s[i], exponent));
-        if constexpr (kDecays) flow[half] += is_visible(flows, i) ? pair.flow : 0.f;
-        const bool counts = is_visible(visible, i);
-        d[i] = counts ? pair.ds : 0.f;
-        if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
+        const float centred = d[i] - (kOwnsKeys ? queries[e % 2].y : row_scores[half].w);
+        float exponent = rows[half].x + (kOwnsKeys ? queries[e % 2].x : e % 2 == 0 ? keys.x : keys.y);
+        if constexpr (kDecays && kMasks) exponent += rows[half].y + (e % 2 == 0 ? errors.x : errors.y);
+        DecayedPair pair;
+        if constexpr (kSelects) {
+          const bool is_local = is_visible(local, i);
+          pair = score.pair(is_local, s[i], centred, fmaf(is_local ? score.c : 0.f, s[i], exponent));
+        } else {
+          pair = score.local_pair(centred, fmaf(score.c, s[i], exponent));
+        }
+        if constexpr (kMasks) {
+          if constexpr (kDecays) flow[half] += is_visible(flows, i) ? pair.flow : 0.f;
+          const bool counts = is_visible(visible, i);
+          d[i] = counts ? pair.ds : 0.f;
+          if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
+        } else {
+          set_pair(i, pair);
+        }
       }
     }
   }
@@ -435,18 +423,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
   // Tiles of `block` that the `count` rows from `row` on see.
   const auto tiles_of = [&](const WorkTileInfo& work_tile, int row, int count, Range block) {
     const int last = min(row + count, rows) - 1;
-    TileRanges tiles;
-    if constexpr (kOwnsKeys) {
-      tiles = query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
-    } else {
-      tiles = key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
-    }
-    if constexpr (Score::kHasLocalKeys) {
-      const int offset = kOwnsKeys ? -p.causal_offset : p.causal_offset, none = kOwnsKeys ? tiles.seen.end : tiles.seen.begin;
-      return tile_kinds<Tile::kStream>(tiles, p.exact_window, row + offset, last + offset, none);
-    } else {
-      return tiles;
-    }
+    if constexpr (kOwnsKeys) return query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
+    else return key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
   };
   const auto tiles_of_block = [&](const WorkTileInfo& work_tile) { return tiles_of(work_tile, work_tile.row, Tile::kBlockRows, kAllTiles).seen; };
 
@@ -504,7 +482,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
       const Range block_tiles = tiles_of_block(work_tile);
       const int row = work_tile.row + consumer * Tile::kRows;           // first row of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and lane_row + 8
-      decltype(tiles_of(work_tile, 0, 0, block_tiles)) tiles{};
+      TileRanges tiles{{0, 0}, {0, 0}};
       if (row < rows) tiles = tiles_of(work_tile, row, Tile::kRows, block_tiles);
       // The tiles of the block, in the order of the loop: tiles that only other consumers see (`before`), tiles that this
       // consumer sees, then others. The seen tiles: partly visible ones below index `masked`, wholly visible ones below
@@ -545,16 +523,20 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           return NoTileDecay();
         }
       }();
+      const auto of_lane = [&] {
+        if constexpr (Score::kHasLocalKeys) return LaneVisibility<kOwnsKeys>(visibility(work_tile), lane_row);
+        else return visibility(work_tile);
+      }();
       uint32_t visible[2][Tile::kStream / 32];
       // Converts S and D of the i-th tile of a head, which is in the stage, to P and dS.
       int head_streamed = 0;
       const auto differentiate = [&](auto kind, int i, RingPosition at) {
         constexpr TileKind kKind = decltype(kind)::value;
-        if constexpr (kKind == TileKind::kMixed) {
+        if constexpr (kMasksPairs<kKind>) {
           if constexpr (kOwnsKeys) {
-            visible_queries(visible, visibility(work_tile), first + i, lane_row, t);
+            visible_queries(visible, of_lane, first + i, lane_row, t);
           } else {
-            visible_keys(visible, visibility(work_tile), kept, work_tile.batch, first - i, lane_row, t);
+            visible_keys(visible, of_lane, kept, work_tile.batch, first - i, lane_row, t);
           }
         }
         const float4* streamed = nullptr;
@@ -565,16 +547,32 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
                                              p, streamed);
       };
 
-      // Without overlap: `visit` computes P and dS of the current stage, the i-th tile of its head, and add_tile adds it to the
-      // sums.
-      const auto visit = [&](auto kind, int i) {
+      const std::integral_constant<TileKind, TileKind::kWhole> all_visible;
+      const std::integral_constant<TileKind, TileKind::kMixed> mixed;
+      // An exact window: the kinds of the seen tiles, and `differentiate` for the kind of a tile.
+      TileKinds kinds{};
+      if constexpr (Score::kHasLocalKeys) {
+        const int position = kOwnsKeys ? row - p.causal_offset : row + p.causal_offset;
+        kinds = tile_kinds<Tile::kStream>(tiles, p.exact_window, position, position + min(Tile::kRows, rows - row) - 1);
+      }
+      const auto differentiate_by_kind = [&](int i, RingPosition at) {
+        with_kind(kinds.kind_of(kOwnsKeys ? first + i : first - i), [&](auto kind) { differentiate(kind, i, at); });
+      };
+
+      // Without overlap: `score_tile` computes S and D of the current stage, `visit` also P and dS of this i-th tile of its head, and
+      // add_tile adds it to the sums.
+      const auto score_tile = [&] {
         ring.wait_until_full(at);
         wgmma_fence();
         sums.start_scores(x_tile, stage_of(at));
         wgmma_wait<0>();
         keep(sums.s);
         keep(sums.d);
-        differentiate(kind, i, at);
+      };
+      const auto visit = [&](auto kind, int i) {
+        score_tile();
+        if constexpr (Score::kHasLocalKeys) differentiate_by_kind(i, at);
+        else differentiate(kind, i, at);
       };
       const auto add_tile = [&] {
         uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
@@ -589,26 +587,6 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         at.template advance<Tile::kStages>();
       };
 
-      const std::integral_constant<TileKind, TileKind::kWhole> all_visible;
-      const std::integral_constant<TileKind, TileKind::kLocal> local;
-      const std::integral_constant<TileKind, TileKind::kMixed> mixed;
-      // Steps through the seen tiles of a head, from the i-th on.
-      const auto step_through = [&](const auto& step, const int& i) {
-        if constexpr (Score::kHasLocalKeys) {  // one loop, so that the code of each kind is there once
-          while (i < seen) {
-            const TileKind kind = tiles.kind_of(kOwnsKeys ? first + i : first - i);
-            if (kind == TileKind::kWhole) step(all_visible);
-            else if (kind == TileKind::kLocal) step(local);
-            else step(mixed);
-          }
-        } else {
-          while (i < masked) step(mixed);
-          while (i < whole) step(all_visible);
-          if constexpr (Visibility::kBoundsBothSides) {
-            while (i < seen) step(mixed);
-          }
-        }
-      };
       const auto release_rows = [&](bool condition = true) { row_ring(consumer).release(buffer, lane, condition); };
       if (seen == 0) {
         ptx::fence_proxy_async();  // no product reads the rows that were loaded (pipeline.h)
@@ -616,13 +594,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
         int i = 0;
-        // Starts with P and dS of the current tile and ends with those of the next, the i-th tile of its head.
-        const auto step = [&](auto kind) {
-          RingPosition next = at;
-          next.template advance<Tile::kStages>();
-          if constexpr (!Visibility::kBoundsBothSides && decltype(kind)::value == TileKind::kMixed) {
-            if (i == 0) skip_tiles(next, in_block - seen);
-          }
+        // Starts S and D of the next tile and adds the current one to the sums; returns as soon as S and D are there.
+        const auto start_next = [&](RingPosition next) {
           ring.wait_until_full(next);
           uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
           sums.pack(packed_p, packed_ds);
@@ -634,6 +607,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           wgmma_wait<1>();
           keep(sums.s);
           keep(sums.d);
+        };
+        // Starts with P and dS of the current tile and ends with those of the next, the i-th tile of its head.
+        const auto step = [&](auto kind) {
+          RingPosition next = at;
+          next.template advance<Tile::kStages>();
+          if constexpr (!Visibility::kBoundsBothSides && decltype(kind)::value == TileKind::kMixed) {
+            if (i == 0) skip_tiles(next, in_block - seen);
+          }
+          start_next(next);
           differentiate(kind, i, next);
           wgmma_wait<0>();
           sums.keep_sums();
@@ -646,12 +628,35 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           visit(mixed, 0);
           i = 1;
         };
-        if constexpr (Visibility::kBoundsBothSides) {
+        if constexpr (Score::kHasLocalKeys) {
+          // Like below, in a loop that has the code of each kind of tile once.
+          for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
+            skip_tiles(at, before);
+            score_tile();
+            RingPosition previous = at;
+            for (i = 0;; ++i) {
+              differentiate_by_kind(i, at);
+              wgmma_wait<0>();
+              sums.keep_sums();
+              ring.release(previous, lane, i > 0);
+              if (i == seen - 1) break;
+              RingPosition next = at;
+              next.template advance<Tile::kStages>();
+              start_next(next);
+              previous = at, at = next;
+            }
+            release_rows(head_streamed == heads_streamed - 1);
+            add_tile();
+            skip_tiles(at, in_block - seen - before);
+          }
+        } else if constexpr (Visibility::kBoundsBothSides) {
           // Each head by itself: with tables this consumer may skip any number of tiles that others see, and the ring has to
           // turn meanwhile.
           for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
             start();
-            step_through(step, i);
+            while (i < masked) step(mixed);
+            while (i < whole) step(all_visible);
+            while (i < seen) step(mixed);
             release_rows(head_streamed == heads_streamed - 1);
             add_tile();
             skip_tiles(at, in_block - seen - before);
@@ -678,7 +683,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
           i = 0;
           skip_tiles(at, before);
-          step_through(step, i);
+          if constexpr (Score::kHasLocalKeys) {
+            while (i < seen) step(mixed);
+          } else {
+            while (i < masked) step(mixed);
+            while (i < whole) step(all_visible);
+            if constexpr (Visibility::kBoundsBothSides) {
+              while (i < seen) step(mixed);
+            }
+          }
           if constexpr (Visibility::kBoundsBothSides) skip_tiles(at, in_block - seen - before);
         }
       }

@@ -64,16 +64,19 @@ __device__ __forceinline__ float2 decay_sum_of_query(const AttentionParams& p, i
 // Position of the key whose pair with query 0 does not decay; with a lag there is none, and no key has this position.
 __device__ __forceinline__ int offset_of_own_key(const Problem& p) { return p.lag == 0 ? p.causal_offset : INT_MIN / 2; }
 
-// One block per tile and head, one thread per column. kOfKeys: factors of keys, with the tiles of key/value heads; else row
-// scores (b, h, rows_per_head) of queries multiplied by their factors.
+// One thread per column. tiles: per head. kOfKeys: factors of keys, with the tiles of key/value heads; else row scores
+// (b, h, rows_per_head) of queries multiplied by their factors.
+inline constexpr int kDecayColumnThreads = 256;
 template <class Score, bool kOfKeys, int kTile>
-__global__ void __launch_bounds__(kTile) decay_columns_kernel(const AttentionParams p, const int tiles, const float4* row_scores,
-                                                               const int rows_per_head, uint8_t* result) {
+__global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(const AttentionParams p, const int tiles,
+                                                                            const float4* row_scores, const int rows_per_head,
+                                                                            uint8_t* result) {
   using Tile = DecayTile<Score, kOfKeys, kTile>;
-  const int64_t head = blockIdx.x / tiles;
-  const int begin = static_cast<int>(blockIdx.x % tiles) * kTile, column = static_cast<int>(threadIdx.x);
+  const int64_t index = int64_t{blockIdx.x} * (kDecayColumnThreads / kTile) + threadIdx.x / kTile, head = index / tiles;
+  if (head >= int64_t{p.b} * (kOfKeys ? p.hk : p.h)) return;
+  const int begin = static_cast<int>(index % tiles) * kTile, column = static_cast<int>(threadIdx.x % kTile);
   const int state = static_cast<int>(kOfKeys ? head : head / (p.h / p.hk));
-  uint8_t* tile = result + static_cast<int64_t>(blockIdx.x) * Tile::kBytes;
+  uint8_t* tile = result + index * Tile::kBytes;
   auto* columns = reinterpret_cast<typename Tile::Column*>(tile);
   const auto sum_of = [&](int i) {
     return kOfKeys ? decay_sum_of_key(p, state, begin + i) : decay_sum_of_query(p, state, begin + i);
@@ -106,11 +109,18 @@ inline size_t key_factor_bytes(const AttentionParams& p, int tile) {
   const size_t floats = p.exact_window > 0 ? 3 : 1;  // of a key: DecayTile
   return static_cast<size_t>(p.b) * p.hk * ((p.m + tile - 1) / tile) * (tile * floats * sizeof(float) + sizeof(TileReference));
 }
+template <class Score, bool kOfKeys, int kTile>
+void launch_decay_columns(const char* name, const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result,
+                          cudaStream_t stream) {
+  const int tiles = ((kOfKeys ? p.m : p.n) + kTile - 1) / kTile;
+  constexpr int kTilesPerBlock = kDecayColumnThreads / kTile;
+  const int64_t blocks = (int64_t{p.b} * (kOfKeys ? p.hk : p.h) * tiles + kTilesPerBlock - 1) / kTilesPerBlock;
+  launch_kernel(name, decay_columns_kernel<Score, kOfKeys, kTile>, grid_1d(blocks), kDecayColumnThreads, 0, stream, p, tiles, row_scores,
+                rows_per_head, static_cast<uint8_t*>(result));
+}
 template <class Score, int kTile>
 void fill_key_factors(const AttentionParams& p, void* result, cudaStream_t stream) {
-  const int tiles = (p.m + kTile - 1) / kTile;
-  launch_kernel("decay_keys", decay_columns_kernel<Score, true, kTile>, grid_1d(int64_t{p.b} * p.hk * tiles), kTile, 0, stream, p, tiles,
-                static_cast<const float4*>(nullptr), 0, static_cast<uint8_t*>(result));
+  launch_decay_columns<Score, true, kTile>("decay_keys", p, nullptr, 0, result, stream);
 }
 
 inline constexpr int kDecayQueries = 64;  // queries per tile
@@ -120,9 +130,7 @@ inline size_t decayed_row_score_bytes(const Problem& p) {
 }
 template <class Score>
 void decay_row_scores(const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result, cudaStream_t stream) {
-  const int tiles = (p.n + kDecayQueries - 1) / kDecayQueries;
-  launch_kernel("decay_queries", decay_columns_kernel<Score, false, kDecayQueries>, grid_1d(int64_t{p.b} * p.h * tiles), kDecayQueries,
-                0, stream, p, tiles, row_scores, rows_per_head, static_cast<uint8_t*>(result));
+  launch_decay_columns<Score, false, kDecayQueries>("decay_queries", p, row_scores, rows_per_head, result, stream);
 }
 
 // In place of TileDecay in calls without decay.

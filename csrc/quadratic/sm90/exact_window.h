@@ -1,6 +1,8 @@
-// An exact window in the main loops of Hopper (ExactWindowScore). Tiles that hold global keys alone or local keys alone, and that all
-// rows see, have code of their own. In mixed tiles each pair selects, without branches.
+// An exact window in the main loops of Hopper (ExactWindowScore). A kernel has code for each kind of tile; in tiles with pairs of
+// several kinds each pair selects, without branches.
 #pragma once
+
+#include <type_traits>
 
 #include "core/params.h"
 #include "core/visibility.h"
@@ -11,20 +13,45 @@ namespace fastmax {
 // What the pairs of a tile are.
 enum class TileKind {
   kHidden,
-  kWhole,  // all visible, and global if there are local keys
-  kLocal,  // all visible and local
+  kWhole,        // all visible, and global if there are local keys
+  kLocal,        // all visible and local
+  kMaskedLocal,  // local where visible
+  kDivided,      // all visible, some local
   kMixed,
 };
+template <TileKind kKind>
+inline constexpr bool kMasksPairs = kKind == TileKind::kMaskedLocal || kKind == TileKind::kMixed;
+template <TileKind kKind>
+inline constexpr bool kSelectsPairs = kKind == TileKind::kDivided || kKind == TileKind::kMixed;
 
-// Tiles that rows see. Those of `local` are wholly visible too, and hold local keys alone.
-struct TileKindRanges : TileRanges {
-  Range local{0, 0};
+// Calls run(kind) with the kind of a tile that is not hidden as a constant.
+template <class Run>
+__device__ __forceinline__ void with_kind(TileKind kind, const Run& run) {
+  if (kind == TileKind::kWhole) run(std::integral_constant<TileKind, TileKind::kWhole>());
+  else if (kind == TileKind::kLocal) run(std::integral_constant<TileKind, TileKind::kLocal>());
+  else if (kind == TileKind::kMaskedLocal) run(std::integral_constant<TileKind, TileKind::kMaskedLocal>());
+  else if (kind == TileKind::kDivided) run(std::integral_constant<TileKind, TileKind::kDivided>());
+  else run(std::integral_constant<TileKind, TileKind::kMixed>());
+}
+
+// The kinds of the tiles that rows see.
+struct TileKinds {
+  Range seen, visible, local, some_local;  // in which some pair is visible, all are visible, all are local, some are
 
   __device__ __forceinline__ TileKind kind_of(int tile) const {
     if (!seen.contains(tile)) return TileKind::kHidden;
-    return whole.contains(tile) ? TileKind::kWhole : local.contains(tile) ? TileKind::kLocal : TileKind::kMixed;
+    if (local.contains(tile)) return visible.contains(tile) ? TileKind::kLocal : TileKind::kMaskedLocal;
+    if (!visible.contains(tile)) return TileKind::kMixed;
+    return some_local.contains(tile) ? TileKind::kDivided : TileKind::kWhole;
   }
 };
+
+// first, last: positions of the rows among the columns' tokens.
+template <int kTile>
+__device__ __forceinline__ TileKinds tile_kinds(const TileRanges& tiles, int window, int first, int last) {
+  return {tiles.seen, tiles.whole, tiles_within<kTile>({max(0, last - window + 1), max(0, first + window)}),
+          tiles_with<kTile>({max(0, first - window + 1), max(0, last + window)})};
+}
 
 // Marks local columns in the order of visible_keys (visible.h). row: position of a lane's first row among the columns' tokens.
 template <int kWords>
@@ -42,18 +69,6 @@ __device__ __forceinline__ int nearest_global_key(const AttentionParams& p, cons
   const int position = query + p.causal_offset;
   const int before = kept.find<true>(batch, {seen.begin, min(position - p.exact_window + 1, seen.end)});
   return before >= 0 ? before : kept.find<false>(batch, {max(position + p.exact_window, seen.begin), seen.end});
-}
-
-// Divides the tiles that all rows see. `whole` is left the longer of the two parts before and behind the tiles with local tokens; if
-// both are empty it begins and ends at `none`. first, last: positions of the rows among the columns' tokens.
-template <int kTile>
-__device__ __forceinline__ TileKindRanges tile_kinds(const TileRanges& tiles, int window, int first, int last, int none) {
-  const Range whole = tiles.whole, local = tiles_with<kTile>({max(0, first - window + 1), max(0, last + window)});
-  const Range all_local = tiles_within<kTile>({max(0, last - window + 1), max(0, first + window)});
-  const Range before{whole.begin, min(whole.end, local.begin)}, behind{max(whole.begin, local.end), whole.end};
-  const Range longer = before.end - before.begin >= behind.end - behind.begin ? before : behind;
-  return {{tiles.seen, longer.end > longer.begin ? longer : Range{none, none}},
-          {max(whole.begin, all_local.begin), min(whole.end, all_local.end)}};
 }
 
 }  // namespace fastmax

@@ -229,12 +229,12 @@ struct QuadraticFwdRows {
     if constexpr (kDecays) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) rows[half] = make_float2(decay.of_rows[half], decay.errors[half]);
+      // Rounding errors matter where factors may be large.
 #pragma unroll
       for (TileKind& kind : kinds) {
         if (decay.takes_pairs && kind != TileKind::kHidden) kind = TileKind::kMixed;
       }
     }
-    // Exponents of the keys of a block, and their rounding errors where they matter.
     const auto of_keys = [&](int j) {
       if constexpr (kDecays) return load_factors(factors, 8 * j + 2 * t);
       else return make_float2(0.f, 0.f);
@@ -248,44 +248,47 @@ struct QuadraticFwdRows {
       }
       return x;
     };
-    const auto exponent = [&](int i, const float2& keys, const float2& of_errors) {
-      const float2& row = rows[i / 2];
-      if constexpr (!kDecays) return row.x;
-      else return (row.x + (i % 2 == 0 ? keys.x : keys.y)) + (row.y + (i % 2 == 0 ? of_errors.x : of_errors.y));
+    // Calls run(i, exponent of the pair) for the accumulators of a part.
+    const auto for_each_pair = [&](auto kind, int part, const auto& run) {
+      constexpr bool kMixed = decltype(kind)::value == TileKind::kMixed;
+#pragma unroll
+      for (int j = kBlocks * part; j < kBlocks * (part + 1); ++j) {
+        const float2 keys = of_keys(j);
+        float2 of_errors;
+        if constexpr (kMixed) of_errors = errors_of_keys(j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float exponent = rows[i / 2].x + (i % 2 == 0 ? keys.x : keys.y);
+          if constexpr (kMixed && kDecays) exponent += rows[i / 2].y + (i % 2 == 0 ? of_errors.x : of_errors.y);
+          run(4 * j + i, exponent);
+        }
+      }
     };
 
     uint32_t visible[Tile::kParts][2][kWords], local[Tile::kParts][2][kWords];
     float largest[2] = {-INFINITY, -INFINITY};  // of local keys
+    // Finds these, and sets the scores of parts without global keys to y.
+    const auto prepare = [&](auto kind, int part) {
+      constexpr TileKind kKind = decltype(kind)::value;
+      if constexpr (kKind == TileKind::kWhole) return;
+      if constexpr (kMasksPairs<kKind>) of_visible(visible[part], part);
+      if constexpr (kSelectsPairs<kKind>) local_columns(local[part], window, position, key_begin + part * Tile::kPart, t);
+      for_each_pair(kind, part, [&](int i, float exponent) {
+        float y = ptx::compute_first(fmaf(score.c, s[i], exponent));
+        const int in_part = i % (Tile::kPart / 2);
+        bool counts = true;
+        if constexpr (kMasksPairs<kKind>) counts = is_visible(visible[part], in_part);
+        if constexpr (kSelectsPairs<kKind>) counts = counts && is_visible(local[part], in_part);
+        y = counts ? y : -INFINITY;
+        if constexpr (!kSelectsPairs<kKind>) s[i] = y;
+        largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], y);
+      });
+    };
 #pragma unroll
     for (int part = 0; part < Tile::kParts; ++part) {
-      if (kinds[part] == TileKind::kLocal) {
-#pragma unroll
-        for (int j = kBlocks * part; j < kBlocks * (part + 1); ++j) {
-          const float2 keys = of_keys(j);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {  // x becomes y
-            float& x = s[4 * j + i];
-            x = fmaf(score.c, x, rows[i / 2].x + (i % 2 == 0 ? keys.x : keys.y));
-            largest[i / 2] = fmaxf(largest[i / 2], x);
-          }
-        }
-      } else if (kinds[part] == TileKind::kMixed) {
-        of_visible(visible[part], part);
-        local_columns(local[part], window, position, key_begin + part * Tile::kPart, t);
-#pragma unroll
-        for (int j = kBlocks * part; j < kBlocks * (part + 1); ++j) {
-          const float2 keys = of_keys(j), of_errors = errors_of_keys(j);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int in_part = 4 * (j - kBlocks * part) + i;
-            const float y = ptx::compute_first(fmaf(score.c, s[4 * j + i], exponent(i, keys, of_errors)));
-            const bool counts = is_visible(local[part], in_part) && is_visible(visible[part], in_part);
-            largest[i / 2] = fmaxf(largest[i / 2], counts ? y : -INFINITY);
-          }
-        }
-      }
+      if (kinds[part] != TileKind::kHidden) with_kind(kinds[part], [&](auto kind) { prepare(kind, part); });
     }
-    typename PolynomialScore::DecayedRow global_rows[2];
+    PolynomialScore::DecayedRow global_rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       raise_reference(half, quad_max(largest[half]), shrink);
@@ -293,37 +296,36 @@ struct QuadraticFwdRows {
       rows[half] = make_float2(relative.x, relative.y + rows[half].y);
       global_rows[half] = score.global.decayed_row(ptx::exp2_approx(relative.x));
     }
-#pragma unroll
-    for (int part = 0; part < Tile::kParts; ++part) {
-      float* const x = s + 4 * kBlocks * part;
-      if (kinds[part] == TileKind::kHidden) {
-#pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) x[i] = 0.f;
-        continue;
-      }
-      if (kinds[part] == TileKind::kLocal) {
-#pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) x[i] = ptx::exp2_approx(x[i] - reference[i / 2 % 2]);
-      } else if (kinds[part] == TileKind::kWhole) {
+    const auto weigh_part = [&](auto kind, int part) {
+      constexpr TileKind kKind = decltype(kind)::value;
+      if constexpr (kKind == TileKind::kWhole) {
         weigh_global_keys(global_rows, factors, kBlocks * part, kBlocks * (part + 1));
+      } else if constexpr (kSelectsPairs<kKind>) {
+        for_each_pair(kind, part, [&](int i, float exponent) {
+          const int in_part = i % (Tile::kPart / 2);
+          const bool is_local = is_visible(local[part], in_part);
+          const float power = ptx::exp2_approx(fmaf(is_local ? score.c : 0.f, s[i], exponent));
+          const float of_global = ptx::compute_first(score.global.weight(s[i]) * power);
+          s[i] = is_local ? power : of_global;
+          if constexpr (kMasksPairs<kKind>) s[i] = is_visible(visible[part], in_part) ? s[i] : 0.f;
+        });
       } else {
 #pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          const float2 keys = of_keys(kBlocks * part + j), of_errors = errors_of_keys(kBlocks * part + j);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float& weight = x[4 * j + i];
-            const bool is_local = is_visible(local[part], 4 * j + i);
-            const float power = ptx::exp2_approx(fmaf(is_local ? score.c : 0.f, weight, exponent(i, keys, of_errors)));
-            const float of_global = ptx::compute_first(score.global.weight(weight) * power);
-            weight = is_local ? power : of_global;
-            weight = is_visible(visible[part], 4 * j + i) ? weight : 0.f;
-          }
+        for (int i = Tile::kPart / 2 * part; i < Tile::kPart / 2 * (part + 1); ++i) {
+          s[i] = ptx::exp2_approx(s[i] - reference[i / 2 % 2]);
         }
       }
+    };
 #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) z[i / 2 % 2] += x[i];
+    for (int part = 0; part < Tile::kParts; ++part) {
+      if (kinds[part] == TileKind::kHidden) {
+#pragma unroll
+        for (int i = 0; i < Tile::kPart / 2; ++i) s[Tile::kPart / 2 * part + i] = 0.f;
+      } else {
+        with_kind(kinds[part], [&](auto kind) { weigh_part(kind, part); });
+      }
     }
+    add_weights();
   }
 
   static __device__ __forceinline__ float2 load_factors(uint32_t factors, int column) {
@@ -362,6 +364,10 @@ struct QuadraticFwdRows {
       rows[half] = score.global.decayed_row(ptx::exp2_approx(exponent));
     }
     weigh_global_keys(rows, factors, 0, Tile::kKeys / 8);
+    add_weights();
+  }
+
+  __device__ __forceinline__ void add_weights() {
 #pragma unroll
     for (int i = 0; i < Tile::kKeys / 2; ++i) z[i / 2 % 2] += s[i];
   }
@@ -510,7 +516,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         query_ring(consumer).release(queries, lane);
       }
       if (tile >= first_tile) {
-        const Visibility sees(p, head.batch * p.hk + head.kv_head);
+        const auto sees = [&] {
+          const Visibility of_head(p, head.batch * p.hk + head.kv_head);
+          if constexpr (Score::kHasLocalKeys) return LaneVisibility<false>(of_head, lane_row);
+          else return of_head;
+        }();
         const Operand<QueryTile> q(query_tile(consumer, queries));
         uint32_t visible[2][Tile::kKeys / 32];
         float shrink[2];
@@ -522,12 +532,12 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }();
 
-        TileKindRanges parts{};
+        TileKinds parts{};
         if constexpr (Score::kHasLocalKeys) {
           const Range of_block{block_tiles.begin * Tile::kParts, block_tiles.end * Tile::kParts};
           const TileRanges in_parts = tiles_of(std::integral_constant<int, Tile::kPart>(), head, row, Tile::kRows, of_block);
           const int first = row + p.causal_offset;
-          parts = tile_kinds<Tile::kPart>(in_parts, p.exact_window, first, first + min(Tile::kRows, p.n - row) - 1, in_parts.seen.begin);
+          parts = tile_kinds<Tile::kPart>(in_parts, p.exact_window, first, first + min(Tile::kRows, p.n - row) - 1);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int key = nearest_global_key(p, kept, head.batch, sees.keys_of(lane_row + 8 * half), lane_row + 8 * half);
@@ -567,13 +577,9 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         turns.pass();
         wgmma_wait<0>();
         keep(rows.s);
-        weigh_masked(tile, factors(at));
 
-        // Starts with the weights of the current tile and ends with those of the tile below.
-        const auto step = [&](auto masked, auto raises) {
-          constexpr bool kMasked = decltype(masked)::value, kRaises = decltype(raises)::value;
-          RingPosition below = at;
-          below.advance<Tile::kStages>();
+        // Starts the scores of the tile below and the output of the current one; returns as soon as the scores are there.
+        const auto start_below = [&](RingPosition below) {
           const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
           const Operand<KeyTile> k(base + below.stage * Tile::kStageBytes);
           ring.wait_until_full(below);
@@ -587,30 +593,50 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           turns.pass();
           wgmma_wait<1>();
           keep(rows.s);
+        };
+        // Starts with the weights of the current tile and ends with those of the tile below.
+        const auto step = [&](auto is_masked) {
+          constexpr bool kMasked = decltype(is_masked)::value;
+          RingPosition below = at;
+          below.advance<Tile::kStages>();
+          start_below(below);
           if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
-          else if constexpr (Score::kHasLocalKeys) rows.weigh_global(score, decay, factors(below));
           else rows.template weigh<false>(score, visible, decay, factors(below), (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
-          if constexpr (kRaises) rows.shrink_output(shrink);
+          rows.shrink_output(shrink);
           ring.release(at, lane);
           at = below;
           --tile;
         };
-        const std::true_type yes;
-        const std::false_type no;
+        const std::true_type masked;
+        const std::false_type all_visible;
         if constexpr (Score::kHasLocalKeys) {
-          // One loop, so that the code of partly visible tiles is there once.
-          const Range whole = tiles_within<Tile::kParts>(parts.whole);
-          while (tile > first_tile) {
-            if (whole.contains(tile - 1)) step(no, no);
-            else step(yes, yes);
+          // Like below, in a loop that has the code of each kind of tile once.
+          RingPosition above = at;
+          for (;;) {
+            bool is_global = true;
+#pragma unroll
+            for (int i = 0; i < Tile::kParts; ++i) is_global = is_global && parts.kind_of(tile * Tile::kParts + i) == TileKind::kWhole;
+            if (is_global) rows.weigh_global(score, decay, factors(at));
+            else weigh_masked(tile, factors(at));
+            wgmma_wait<0>();
+            keep(rows.o);
+            if (!is_global) rows.shrink_output(shrink);
+            ring.release(above, lane, tile < last_tile);
+            if (tile == first_tile) break;
+            RingPosition below = at;
+            below.template advance<Tile::kStages>();
+            start_below(below);
+            above = at, at = below;
+            --tile;
           }
         } else {
-          while (tile > end_whole) step(yes, yes);
-          while (tile > first_whole) step(no, yes);
+          weigh_masked(tile, factors(at));
+          while (tile > end_whole) step(masked);
+          while (tile > first_whole) step(all_visible);
           if constexpr (Visibility::kBoundsBothSides) {
-            while (tile > first_tile) step(yes, yes);
+            while (tile > first_tile) step(masked);
           }
         }
 
