@@ -478,7 +478,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       }
       // The products within blocks.
       if constexpr (Tile::kPacksDiagonal) {
-#pragma unroll 1
+        // Not a loop: where states are added it would leave products too few registers (C7512).
+#pragma unroll
         for (int tile = 0; tile < Tile::kDiagonalTiles; ++tile) {
           add_features(std::integral_constant<int, 4>{}, false, [&](int m) {
             BlockColumns<RowTile> columns[2];

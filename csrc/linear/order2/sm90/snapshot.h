@@ -43,6 +43,24 @@ using HopperLinear2HeadDims = HeadDims<32, 64, 128>;
 
 inline constexpr int kTileRows = 64;  // rows of y or x in a tile of wgmma
 
+// Two columns of y.
+struct ColumnPair {
+  int a, b;
+};
+
+// The columns of features of a tile (star, block), a diagonal tile and the opposite columns.
+constexpr __host__ __device__ ColumnPair pair_columns(int star, int block, int feature) {
+  return {8 * star + feature / 8, 8 * block + feature % 8};
+}
+constexpr __host__ __device__ ColumnPair diagonal_columns(int tile, int feature) {
+  const int first = 8 * (2 * tile + feature / 8 % 2), column = feature % 8, distance = feature / 16;
+  return {first + column, first + (column + distance) % 8};
+}
+constexpr __host__ __device__ ColumnPair opposite_columns(int feature) {
+  const int first = 8 * (2 * (feature / 8) + feature % 8 / 4);
+  return {first + feature % 8, first + (feature + 4) % 8};
+}
+
 template <int kHeadDim>
 struct HopperState {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "accumulators of a warpgroup in registers");
@@ -96,11 +114,6 @@ struct HopperShares : HopperState<kHeadDim> {
   static constexpr int kAccumulators = kOwnTiles * kHeadDim / 2 + 1;  // of a thread; the last has its part of sum e
 };
 
-// Two columns of y.
-struct ColumnPair {
-  int a, b;
-};
-
 #ifdef __CUDACC__
 // What the last tile of a warpgroup is: of a star, a diagonal tile, columns of y, or sums.
 enum class LastTile { kPair, kDiagonal, kColumns, kOnes };
@@ -141,19 +154,6 @@ struct StateShare {
   // Whether it has the opposite columns, beside sum w.
   __device__ __forceinline__ bool has_opposite() const { return State::kPacksDiagonal && last == LastTile::kOnes && !of_y; }
   __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
-
-  // The columns of a feature: of tile `tile` of `pairs`, of the diagonal tile, and of the opposite columns, by their rows in the accumulator.
-  __device__ __forceinline__ ColumnPair columns(int tile, int feature) const {
-    return {8 * star + feature / 8, 8 * block(tile) + feature % 8};
-  }
-  __device__ __forceinline__ ColumnPair diagonal_columns(int feature) const {
-    const int first_column = 8 * (2 * star + feature / 8 % 2), column = feature % 8, distance = feature / 16;
-    return {first_column + column, first_column + (column + distance) % 8};
-  }
-  __device__ __forceinline__ static ColumnPair opposite_columns(int feature) {
-    const int first_column = 8 * (2 * (feature / 16) + feature % 8 / 4);
-    return {first_column + feature % 8, first_column + (feature + 4) % 8};
-  }
 };
 #endif
 

@@ -26,10 +26,10 @@ struct PlacesSm90 : StateShare<kHeadDim, kFine>, StatePlaces {
     const int tile = group / kTileGroups;
     const int feature = 16 * warp + g + 8 * (i / 2 % 2);                               // row of the tile
     const int column = 16 * (group % kTileGroups) + 8 * (i / 4) + 2 * t + i % 2;       // of w, or of y
-    if (tile < this->pairs) return pair(this->columns(tile, feature), column);
+    if (tile < this->pairs) return pair(pair_columns(this->star, this->block(tile), feature), column);
     if (tile != this->tiles - 1) return {};
-    if (this->last == LastTile::kDiagonal) return pair(this->diagonal_columns(feature), column);
-    if (this->has_opposite() && feature / 8 % 2 == 0) return pair(this->opposite_columns(feature), column);
+    if (this->last == LastTile::kDiagonal) return pair(diagonal_columns(this->star, feature), column);
+    if (this->has_opposite() && feature / 8 % 2 == 0) return pair(opposite_columns(feature / 16 * 8 + feature % 8), column);
     if (this->last == LastTile::kColumns && feature < State::kPanelCols) {
       const int a = 64 * this->half + feature;
       return this->of_y ? moment(a, column) : first_order(a, column);
