@@ -182,7 +182,7 @@ def recorded(kv_heads: int) -> list[tuple]:
         (q_rows.sum() + k_rows.sum()).backward()
         o, z, _ = torch.ops.fastmax.normalized_forward(q, k, v, 0.5, 0.5, 1.0, 1.0)
         (o.sum() + z.sum()).backward()
-        cos, sin = torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
+        cos, sin = torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, True)
         channels = (H + kv_heads) * D + kv_heads * DV
         qkv, recent = (torch.rand(B, n, channels, dtype=torch.float64, requires_grad=True) for n in (N, 2))
         weight = torch.rand(channels, 1, 3, dtype=torch.float64, requires_grad=True)
