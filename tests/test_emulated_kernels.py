@@ -173,6 +173,10 @@ CASES = [
     Case(
         "exact_window", "exact_window_decay_sm90", 420, 420, 32, decay="strong", exact_window=128, packed=(0, 70, 71, 200, 420)
     ),
+    Case(
+        "exact_window", "exact_window_decay_sm90", 300, 345, 64, hk=1, decay="ordinary", exact_window=40, decay_gradient=False
+    ),
+    Case("flash", "flash_decay_sm90", 200, 257, 128, decay="weak", decay_gradient=False),
     Case("exact_window", "exact_window_sm90", 600, 650, 64, h=4, hk=2, exact_window=17),
     Case("exact_window", "exact_window_sm90", 500, 560, 64, exact_window=70, causal=False, padding=True),
     Case("exact_window", "exact_window_sm90", 300, 300, 96, exact_window=130, packed=(0, 100, 300), order=1),

@@ -158,13 +158,15 @@ def recorded(kv_heads: int) -> list[tuple]:
             {"causal": True, "log_decay": log_decay.detach()},
             {"rpe_matrix": rpe, "dropout": 0.1},
             {"causal": True, "exact_window": 3, "algorithm": "linear", "log_decay": log_decay},
+            {"causal": True, "exact_window": 3, "log_decay": log_decay.detach()},
             {"exact_window": 3, "algorithm": "linear"},
             {"exact_window": 3, "algorithm": "quadratic"},
         ):
             o, lse = fastmax_attention(q, k, v, return_lse=True, **options)
             (o.sum() + lse.sum()).backward()
-        o, lse = flash_attention(q, k, v, window=4, return_lse=True)
-        (o.sum() + lse.sum()).backward()
+        for options in ({"window": 4}, {"causal": True, "log_decay": log_decay.detach()}):
+            o, lse = flash_attention(q, k, v, return_lse=True, **options)
+            (o.sum() + lse.sum()).backward()
         for flush_interval in (1, 4):
             options = {"exact_window": 3} if flush_interval > 1 else {}
             state = init_state(B, kv_heads, D, DV, dtype=torch.float64, flush_interval=flush_interval, **options)
