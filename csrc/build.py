@@ -68,6 +68,8 @@ SPILL_EXCEPTIONS = {
     r"linear_grad_sm90_kernel<128, .*DecayKind\)[123], true>": "of an exact window up to 30 words, once per work tile",
     r"linear_grad_sm90_kernel<64, .*DecayKind\)[123], (true|false)>": "up to eight words of decays beside what fills the "
     "registers; most once per work tile, one or two once per two stars",
+    r"linear_state_sm90_kernel<128, .*Rows\)3, false>": "three words, once per chunk",
+    r"decay_gradient_kernel": "eight words of the scan over a tile, once per tile",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: the factor of the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, .*, 64>": "two or three words "

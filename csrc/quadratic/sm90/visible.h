@@ -19,7 +19,7 @@ __device__ __forceinline__ bool is_visible(const uint32_t (&visible)[2][kWords],
 
 // Returns word `word` of a bit string whose lowest `count` bits are ones.
 __device__ __forceinline__ uint32_t low_bits(int count, int word) {
-  return __funnelshift_lc(~0u, 0u, max(count - 32 * word, 0));
+  return static_cast<uint32_t>((uint64_t{1} << min(max(count - 32 * word, 0), 32)) - 1);
 }
 
 // Hides from the compiler that `row` is the same in every tile. Otherwise it would keep the row's bounds in registers between
@@ -73,6 +73,7 @@ template <class Visibility, int kCount>
 __device__ __forceinline__ void hide_keys(float (&scores)[kCount], const Visibility& sees, const KeptWords& kept, int batch, int tile,
                                           int row, int t) {
   constexpr int kWords = kCount / 16, kKeys = 32 * kWords;
+  const auto bits_below = [](int count, int word) { return __funnelshift_lc(~0u, 0u, max(count - 32 * word, 0)); };  // low_bits
   uint32_t words[kWords];
   kept.load(words, batch, tile);
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ __forceinline__ void hide_keys(float (&scores)[kCount], const Visibil
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const uint32_t bits =
-          (words[i] & low_bits(keys.end - tile * kKeys, i) & ~low_bits(keys.begin - tile * kKeys, i)) >> (2 * t);
+          (words[i] & bits_below(keys.end - tile * kKeys, i) & ~bits_below(keys.begin - tile * kKeys, i)) >> (2 * t);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         float& x = scores[16 * i + j / 2 * 4 + 2 * half + j % 2];
