@@ -174,6 +174,14 @@ _LINEAR1: dict[str, _Passes] = {
     r"linear_prepare_kernel": (None, lambda s: Work(None, 3 * s.tensor + 8 * s.rows)),
 }
 
+# The parts of a layer around attention, with as many heads of k and v as of q: convolution, norms and rotation; norm and gate.
+_LAYER: dict[str, _Passes] = {
+    r"split_heads_kernel": (lambda s: Work(None, 6 * s.tensor), None),
+    r"split_heads_backward_kernel": (None, lambda s: Work(None, 9 * s.tensor)),
+    r"join_heads_kernel": (lambda s: Work(None, 3 * s.tensor), None),
+    r"join_heads_backward_kernel": (None, lambda s: Work(None, 5 * s.tensor)),
+}
+
 
 def work(name: str, case: Case, p: int | None, mode: str) -> Work | None:
     """Returns the work of all launches of a kernel in one call of mode "fwd", "fwd+bwd" or "train" (per layer).
@@ -186,7 +194,7 @@ def work(name: str, case: Case, p: int | None, mode: str) -> Work | None:
     """
     if p is None:
         return None
-    tables = [_QUADRATIC]
+    tables = [_QUADRATIC, _LAYER]
     if case.dtype == "bf16" and max(32, case.head_dim) in CHUNK:
         tables.append(_LINEAR1 if p == 1 else _LINEAR)
     for table in tables:

@@ -68,6 +68,8 @@ SPILL_EXCEPTIONS = {
     r"linear_grad_sm90_kernel<128, .*DecayKind\)[123], true>": "of an exact window up to 30 words, once per work tile",
     r"linear_grad_sm90_kernel<64, .*DecayKind\)[123], (true|false)>": "up to eight words of decays beside what fills the "
     "registers; most once per work tile, one or two once per two stars",
+    r"linear_state_sm90_kernel<128, .*Rows\)3, false>": "three words, once per chunk",
+    r"decay_gradient_kernel": "eight words of the scan over a tile, once per tile",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: the factor of the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, .*, 64>": "two or three words "
@@ -76,16 +78,16 @@ SPILL_EXCEPTIONS = {
     "tile, likewise",
     r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "four words, in "
     "tiles with local keys",
-    r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::DecayVisibility, ": "decays of single pairs, in "
-    "tiles that decay as a whole by more than 2^-48 (takes_pairs); elsewhere a few words once per work tile",
+    r"quadratic_fwd_sm90_kernel<fastmax::ExactWindowScore, fastmax::DecayVisibility, ": "a few words once "
+    "per work tile; at head_dim 128 some four dozen, most of them in tiles with local keys",
     r"quadratic_fwd_sm90_kernel<fastmax::.*DecayVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of decays, "
     "once per work tile",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
-    "decays, likewise",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to eight "
+    "of decays, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per work tile; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "
-    "head_dim 128 up to four dozen, ten of them once per tile; of an exact window there 79, for decays of single pairs",
+    "head_dim 128 up to four dozen, ten of them once per tile; of an exact window there two dozen",
     r"quadratic_fused_bwd_sm90_kernel<fastmax::.*Score, ": "up to 18 words of the threads that fill the "
     "ring and add parts of grad_q, which give their registers to the others",
     r"linear1_walk_sm90_kernel<128, [^,]*0, ": "a few words once per tile: what noise needs, beside sums and scores",

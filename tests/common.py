@@ -274,7 +274,9 @@ def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | 
 
     check_operator(forward.default, tuple(map(leaf, (*inputs.values(), *options))), traced)
     outputs = forward(*inputs.values(), *options)
-    check_operator(backward.default, (*grads, *inputs.values(), *outputs, *options), traced)
+    arguments = (*grads, *inputs.values(), *outputs, *options)
+    check_operator(backward.default, arguments, traced)
+    check_operator(getattr(torch.ops.fastmax, f"{name}backward_qkv").default, arguments, traced=False)
 
 
 def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:

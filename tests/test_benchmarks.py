@@ -544,9 +544,10 @@ def test_work_of_kernels():
 
     sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").rglob("*.[ch]*"))
     ours = set(re.findall(r"__global__[^;{]*?(\w+_kernel)\(", sources))
-    for pattern in (pattern for table in (roofline._QUADRATIC, roofline._LINEAR, roofline._LINEAR1) for pattern in table):
+    tables = roofline._QUADRATIC, roofline._LINEAR, roofline._LINEAR1, roofline._LAYER
+    for pattern in (pattern for table in tables for pattern in table):
         assert any(re.fullmatch(pattern.split("<")[0], name) for name in ours) or "sdpa" in pattern, pattern
-    for name in (name for name in ours if name.startswith("quadratic")):
+    for name in (name for name in ours if re.match("quadratic|split_heads|join_heads", name)):
         assert roofline.work(name, quadratic, 2, "fwd+bwd") is not None, name
 
 

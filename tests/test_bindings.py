@@ -89,7 +89,7 @@ def arguments(operator, device):
     operands, results = {"q": q, "k": k, "v": v}, {}
     tokens = {"log_decay": None, "k_start": None, "k_end": None}
     if operator.startswith("flash"):
-        if operator == "flash_backward":
+        if operator != "flash_forward":
             results = {"grad_o": tensor(B, H, N, DV), "grad_lse": tensor(B, H, N)}
             operands |= {"o": o, "lse": per_query}
         options = {"scale": 0.25, "causal": True, "left": 3, "right": -1, "allow_tf32": False}
@@ -214,6 +214,7 @@ WRONG = {
     "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
     "backward_qkv": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
+    "flash_backward_qkv": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
     "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
     "prefill_saved_": FORWARD + STATE + SAVED + [("k_sum", lambda _: None, "kv_state and k_sum must be given together")],
@@ -263,7 +264,7 @@ def test_refused_by_name(operator, name, change, message, device):
         call(operator, given)
 
 
-ATTENTION = ["forward", "backward", "backward_qkv", "flash_forward", "flash_backward"]
+ATTENTION = ["forward", "backward", "backward_qkv", "flash_forward", "flash_backward", "flash_backward_qkv"]
 PIECES = ["prefill_saved_", "state_of_keys", "state_of_queries", "prefill_backward_of_queries", "prefill_backward_of_keys_"]
 OVER_PARTS = ["prefill", "prefill_backward", *PIECES]
 TOKENS_OF = ("log_decay", "k_start", "k_end", "pairs", "pairs_of_states")  # that only some calls have

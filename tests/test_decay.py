@@ -499,20 +499,30 @@ class Names(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@by_algorithm
-def test_the_gradient_of_a_decay_is_not_computed_where_nothing_wants_it(algorithm, device):
+@pytest.mark.parametrize(
+    "attention, prefix",
+    [
+        (partial(fastmax_attention, algorithm="linear"), ""),
+        (partial(fastmax_attention, algorithm="quadratic"), ""),
+        (partial(fastmax_attention, algorithm="linear", exact_window=5), "exact_window_"),
+        (partial(fastmax_attention, algorithm="quadratic", exact_window=5), "exact_window_"),
+        (flash_attention, "flash_"),
+    ],
+    ids=["linear", "quadratic", "linear, exact window", "quadratic, exact window", "softmax"],
+)
+def test_the_gradient_of_a_decay_is_not_computed_where_nothing_wants_it(attention, prefix, device):
     inputs, (grad_o, _) = make(SMALL, "ordinary", device=device)
 
     def gradients(of_decay: bool):
         leaves = {name: x.detach().requires_grad_(name != "log_decay" or of_decay) for name, x in inputs.items()}
-        o = fastmax_attention(**leaves, causal=True, algorithm=algorithm)
+        o = attention(**leaves, causal=True)
         with Names() as names:
             grads = torch.autograd.grad(o, [leaves[name] for name in "qkv"], grad_o)
-        return grads, [name for name in names.seen if "backward" in name]
+        return grads, names.seen[0]
 
     expected, with_decay = gradients(of_decay=True)
     actual, without = gradients(of_decay=False)
-    assert (with_decay, without) == (["fastmax::backward"], ["fastmax::backward_qkv"])
+    assert (with_decay, without) == (f"fastmax::{prefix}backward", f"fastmax::{prefix}backward_qkv")
     for name, x, y in zip("qkv", actual, expected, strict=True):
         torch.testing.assert_close(x, y, msg=name)
 

@@ -210,14 +210,19 @@ def test_many_chunks_and_segments_of_the_linear_algorithm(mode, precision):  # n
 @by_head_dim
 def test_gradients_without_that_of_the_decay(d, algorithm, mode, precision):  # noqa: F811
     """Kernels then leave out the sums of pairs, which changes no product."""
-    for p in (1, 2):
-        problem = of_fastmax(mode, algorithm, 600, d=d, p=p, decay="none, ordinary or strong")
+    decay = "none, ordinary or strong"
+    problems = [of_fastmax(mode, algorithm, 600, d=d, p=p, decay=decay) for p in (1, 2)]
+    if algorithm == "quadratic":
+        problems.append(of_softmax(mode, 600, d=d, decay=decay))
+    for problem in problems:
+        names = ("forward", "backward", "backward_qkv")
+        forward, backward, backward_qkv = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in names)
         q, k, v, *rest = problem.arguments.values()
-        given = (*problem.grads, q, k, v, *torch.ops.fastmax.forward(q, k, v, *rest), *rest)
+        given = (*problem.grads, q, k, v, *forward(q, k, v, *rest), *rest)
         verify.poison_free_memory(DEVICE)
-        actual = torch.ops.fastmax.backward_qkv(*given)
+        actual = backward_qkv(*given)
         rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(q.dtype).removeprefix("torch.")]
-        for name, x, expected in zip("qkv", actual, torch.ops.fastmax.backward(*given), strict=False):
+        for name, x, expected in zip("qkv", actual, backward(*given), strict=False):
             assert relative(x, expected.double()) < rounding, name
 
 

@@ -173,6 +173,13 @@ CASES = [
     Case(
         "exact_window", "exact_window_decay_sm90", 420, 420, 32, decay="strong", exact_window=128, packed=(0, 70, 71, 200, 420)
     ),
+    Case("exact_window", "exact_window_decay_sm90", 450, 450, 64, decay="none, ordinary or strong", exact_window=128),
+    Case("exact_window", "exact_window_decay_sm90", 330, 400, 64, decay="strong", exact_window=70, padding=True),
+    Case("exact_window", "exact_window_decay_sm90", 420, 450, 128, decay="none, ordinary or strong", exact_window=33),
+    Case(
+        "exact_window", "exact_window_decay_sm90", 300, 345, 64, hk=1, decay="ordinary", exact_window=40, decay_gradient=False
+    ),
+    Case("flash", "flash_decay_sm90", 200, 257, 128, decay="weak", decay_gradient=False),
     Case("exact_window", "exact_window_sm90", 600, 650, 64, h=4, hk=2, exact_window=17),
     Case("exact_window", "exact_window_sm90", 500, 560, 64, exact_window=70, causal=False, padding=True),
     Case("exact_window", "exact_window_sm90", 300, 300, 96, exact_window=130, packed=(0, 100, 300), order=1),
@@ -854,3 +861,19 @@ def test_join_heads(dv, gate, norm, library):
         gradients = {f"grad_{name}": None if x is None else torch.empty_like(x) for name, x in tensors.items()}
         run_layer(library, "join_heads", tensors, {"eps": given["eps"]}, outputs, gradients, {"grad_y": grad}, schedule)
         assert_near(outputs | gradients, [exact, *(of_exact.get(of) for of in of_names.values())])
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 75])
+@pytest.mark.parametrize("half", [1, 16, 35, 128])
+def test_rotary_factors(half, tokens, library):
+    """Blocks own 32 tokens, and all that they need of the frequencies."""
+    positions = torch.arange(tokens) * 12345 - 20000
+    expected = eager.heads.rotary_factors(positions, half, 1e4, torch.float32)
+    for dtype in (torch.int32, torch.int64):
+        wide = {"wide_positions": 1.0} if dtype == torch.int64 else {}
+        for schedule in (0, 1, 2, 3):
+            given = {name: torch.full((tokens, 2 * half), torch.nan) for name in ("cos", "sin")}
+            numbers = {"half": half, "base": 1e4, "schedule": schedule} | wide
+            library.run("rotary_factors", "forward", {"positions": positions.to(dtype)} | given, **numbers)
+            for x, y in zip(given.values(), expected, strict=True):
+                torch.testing.assert_close(x, y.squeeze(1), rtol=2e-7, atol=1e-9)

@@ -400,9 +400,10 @@ def test_fake_tensors_have_the_real_layout(call, device):
     def both(*tensors):
         q, k, v, grad_o, grad_lse, mask, decay = tensors
         rest = (mask, decay, *options[2:])
-        forward, backward = torch.ops.fastmax.exact_window_forward, torch.ops.fastmax.exact_window_backward
-        outputs = forward(q, k, v, *rest)
-        return *outputs, *backward(grad_o, grad_lse, q, k, v, *outputs, *rest)
+        outputs = torch.ops.fastmax.exact_window_forward(q, k, v, *rest)
+        given = grad_o, grad_lse, q, k, v, *outputs, *rest
+        gradients, of_qkv = torch.ops.fastmax.exact_window_backward, torch.ops.fastmax.exact_window_backward_qkv
+        return *outputs, *gradients(*given), *of_qkv(*given)
 
     tensors = (*inputs.values(), *grads, *options[:2])
     real = both(*tensors)

@@ -10,6 +10,7 @@ from test_sm90 import ON_HOPPER, taken  # noqa: F401
 
 from fastmax import eager, fastmax_attention
 from fastmax.core.call import Call
+from fastmax.testing import verify
 
 pytestmark = pytest.mark.cuda
 
@@ -227,6 +228,24 @@ def test_repeatable_and_without_pytorch_operations(algorithm, p, decay, monkeypa
     first, second = (run(attention, inputs, grads) for _ in range(2))
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=dtype_id)
+@pytest.mark.parametrize("size", SIZES)
+@by_order
+@by_algorithm
+def test_gradients_without_that_of_the_decay(algorithm, p, size, dtype):
+    """Kernels then leave out the sums of pairs, which changes no product."""
+    case, window = SIZES[size]
+    inputs, grads = make(case, dtype, "ordinary")
+    log_decay = inputs.pop("log_decay")
+    options = (None, log_decay, None, None, 0.5, 1.0, 1.0, 0.5 if p == 2 else 0.0, p, True, algorithm, window, False)
+    outputs = torch.ops.fastmax.exact_window_forward(*inputs.values(), *options)
+    given = (*grads, *inputs.values(), *outputs, *options)
+    expected = torch.ops.fastmax.exact_window_backward(*given)
+    verify.poison_free_memory("cuda")
+    for name, x, y in zip("qkv", torch.ops.fastmax.exact_window_backward_qkv(*given), expected, strict=False):
+        assert relative(x, y.double()) < verify.ROUNDING[dtype_id(dtype)], name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)

@@ -484,7 +484,8 @@ def test_opcheck(call, device):
     o, lse = torch.ops.fastmax.flash_forward(*arguments)
     second = None if call == "bfloat16" else grad_lse
     arguments = grad_o, second, *arguments[:3], o, lse, *arguments[3:]
-    check_operator(torch.ops.fastmax.flash_backward.default, arguments, traced)
+    for backward in (torch.ops.fastmax.flash_backward, torch.ops.fastmax.flash_backward_qkv):
+        check_operator(backward.default, arguments, traced)
 
 
 @by_layout
@@ -727,7 +728,7 @@ def both(arguments, grads):
 @needs_kernels
 class TestKernels:
     def test_the_library_registers_them(self):
-        for name in ("flash_forward", "flash_backward"):
+        for name in ("flash_forward", "flash_backward", "flash_backward_qkv"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax_cuda::{name}", "CUDA"), name
 
     @by_mode

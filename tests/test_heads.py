@@ -1,8 +1,9 @@
-"""`split_heads` and `join_heads`, the parts of a layer around attention: PyTorch operations against a float64 definition,
-gradients, registration, errors, and the layer that uses them. tests/test_heads_kernels.py checks the kernels."""
+"""`split_heads`, `join_heads` and `rotary_factors`, the parts of a layer around attention: PyTorch operations against a float64
+definition, gradients, registration, errors, and the layer that uses them. tests/test_heads_kernels.py checks the kernels."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from fastmax.ops import extension
 
 SPLIT, SPLIT_GRADIENT = torch.ops.fastmax.split_heads, torch.ops.fastmax.split_heads_backward
 JOIN, JOIN_GRADIENT = torch.ops.fastmax.join_heads, torch.ops.fastmax.join_heads_backward
+ROTARY = torch.ops.fastmax.rotary_factors
 TENSORS = ("qkv", "recent", "conv_weight", "q_weight", "k_weight", "cos", "sin", "places")
 SIZES = ("heads", "kv_heads", "head_dim", "q_eps", "k_eps")
 B, N, H, HK, D, DV = 2, 7, 4, 2, 6, 5
@@ -297,6 +299,78 @@ def test_refused_by_name(which, name, wrong, message, device):
         call(which, {}, device, with_gradients)
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
             call(which, {name: wrong}, device, with_gradients)
+
+
+# ---- rotary_factors
+
+
+POSITIONS = {
+    "none": torch.arange(0),
+    "one": torch.tensor([5]),
+    "some": torch.arange(17),
+    "a million": torch.arange(70) + 10**6,
+    "the largest int32": 2**31 - 1 - torch.arange(33),
+    "negative": -torch.arange(40),
+    "per row": torch.tensor([[3], [10**5], [2**30]]),
+    "rows": torch.arange(3 * 50).view(3, 50) * 12345,
+    "no rows": torch.arange(0).view(0, 4),
+    "every other": torch.arange(99)[::2],
+    "transposed": torch.arange(3 * 50).view(50, 3).mT,
+    "expanded": torch.arange(9).expand(2, 9),
+}
+
+
+def check_rotary(positions, half, base, wide):
+    cos, sin = ROTARY(positions, half, base, wide)
+    # Extended precision; what is left is the rounding of the frequencies and of the angles to float64, and that of the results.
+    frequencies = np.longdouble(base) ** (np.arange(half, dtype=np.longdouble) / -half)
+    angles = (positions.cpu().numpy()[..., None] * frequencies)[..., None, :]
+    rounding = np.finfo(np.float64 if wide else np.float32).eps
+    limit = rounding + 4 * np.abs(angles) * np.finfo(np.float64).eps
+    for x, exact, sign in ((cos, np.cos(angles), 1), (sin, np.sin(angles), -1)):
+        assert x.shape == (*positions.shape, 1, 2 * half) and x.is_contiguous() and x.device == positions.device
+        assert x.dtype == (torch.float64 if wide else torch.float32)
+        first, second = np.split(x.cpu().double().numpy(), 2, axis=-1)
+        assert np.array_equal(first, sign * second)
+        assert (np.abs(second - exact) <= limit).all()
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_rotary_factors(positions, device):
+    for dtype in (torch.int32, torch.int64):
+        for half, base, wide in ((16, 1e4, False), (16, 1e4, True), (1, 1.0, False), (5, 5e5, False), (128, 100.0, False)):
+            check_rotary(positions.to(device).to(dtype), half, base, wide)
+
+
+def test_rotary_factors_are_registered(device):
+    for name in ("per row", "every other", "none"):
+        for wide in (False, True):
+            check_operator(ROTARY.default, (POSITIONS[name].to(device), 6, 1e4, wide), traced=name == "per row")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"positions": torch.tensor(3)}, "positions must be 1- or 2-dimensional, got 0 dimensions"),
+        ({"positions": torch.zeros(1, 2, 3, dtype=torch.int64)}, "positions must be 1- or 2-dimensional, got 3 dimensions"),
+        ({"positions": torch.zeros(3)}, "positions must be int32 or int64, got torch.float32"),
+        ({"half": 0}, "half must be at least 1, got 0"),
+        ({"base": 0.0}, "base must be finite and > 0, got 0"),
+        ({"base": float("inf")}, "base must be finite and > 0, got inf"),
+    ],
+)
+def test_rotary_factors_are_refused_by_name(wrong, message, device):
+    given = {"positions": torch.arange(4), "half": 8, "base": 1e4, "wide": False} | wrong
+    given["positions"] = given["positions"].to(device)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        ROTARY(*given.values())
+
+
+def test_rotary_factors_in_transforms():
+    positions = torch.arange(3 * 5).view(3, 5)
+    cos, sin = torch.func.vmap(lambda x: Rotation.at(x, 8, 1e4, torch.float32))(positions)
+    for x, y in zip((cos, sin), ROTARY(positions, 4, 1e4, False), strict=True):
+        assert torch.equal(x, y)
 
 
 # ---- the layer

@@ -1,4 +1,5 @@
-"""The CUDA kernels of `split_heads` and `join_heads` against float64, on poisoned memory. A lane has 8 columns of a head, and
+"""The CUDA kernels of `split_heads` and `join_heads` against float64, on poisoned memory, and that of `rotary_factors` against
+PyTorch operations. A lane has 8 columns of a head, and
 4 in most backwards. A warp walks along a strip of 8 to 256 tokens, or of the whole sequence if that is shorter, and takes 1, 2
 or 4 at once. Strips overlap by the width of the convolution. Widths above 4 have a backward kernel of their own; widths 2 and
 3, packed sequences, and rotated channels whose halves are not multiples of 8 share general kernels."""
@@ -13,6 +14,8 @@ from common import assert_replayed, capture, relative
 from test_heads import (
     JOIN,
     JOIN_GRADIENT,
+    POSITIONS,
+    ROTARY,
     SPLIT,
     SPLIT_GRADIENT,
     gradients_like,
@@ -23,7 +26,7 @@ from test_heads import (
     split_arguments,
     split_by_definition,
 )
-from test_kernels import DEVICE, WHY_NOT
+from test_kernels import DEVICE, WHY_NOT, on_a_late_stream
 
 from fastmax.ops import extension
 from fastmax.ops.registration import OPERATORS
@@ -270,6 +273,66 @@ def test_a_tensor_on_the_cpu_is_named(operator):
                 operator(*(given | {name: given[name].cpu()}).values())
 
 
+# ---- rotary_factors
+
+
+def check_rotary(positions, half=16, base=1e4):
+    """A result differs from that of PyTorch operations by at most one unit in the last place."""
+    operator, arguments = OPERATORS["rotary_factors"], (positions, half, base, False)
+    assert operator.kernel.covers(arguments)
+    verify.poison_free_memory(DEVICE)
+    results = operator.kernel(arguments)
+    for x, y in zip(results, operator.implementation(*arguments), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()
+        infinity = torch.full_like(y, torch.inf)
+        assert ((y.nextafter(-infinity) <= x) & (x <= y.nextafter(infinity))).all()
+    return results
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_rotary_factors(positions):
+    for dtype in (torch.int32, torch.int64):
+        for half, base in ((1, 1.0), (5, 5e5), (16, 1e4), (32, 1e4), (128, 100.0)):
+            check_rotary(positions.to(DEVICE).to(dtype), half, base)
+
+
+@pytest.mark.parametrize("n", [31, 32, 33, 70001])
+def test_rotary_factors_of_many_tokens(n):
+    whole = check_rotary(torch.arange(n, device=DEVICE), half=32)
+    part = check_rotary(torch.arange(n, device=DEVICE)[7:], half=32)
+    assert all(torch.equal(x[7:], y) for x, y in zip(whole, part, strict=True))
+
+
+def test_rotary_factors_of_the_largest_positions():
+    for first in (10**6, 2**31 - 2000, -(2**31)):
+        check_rotary(torch.arange(first, first + 2000, device=DEVICE))
+
+
+def test_rotary_factors_refused_by_the_kernel():
+    positions = torch.arange(5, device=DEVICE)
+    for arguments, message in (
+        ((positions, 129, 1e4, False), "half must be up to 128, got 129"),
+        ((positions, 16, 1e4, True), "wide must be False"),
+    ):
+        kernel = OPERATORS["rotary_factors"].kernel
+        assert not kernel.covers(arguments)
+        ROTARY(*arguments)
+        with pytest.raises(RuntimeError, match=message):
+            kernel(arguments)
+
+
+def test_rotary_factors_on_a_side_stream_and_in_a_graph():
+    positions, later = (torch.arange(n, n + 500, device=DEVICE) for n in (0, 10**5))
+
+    def factors(positions):
+        return ROTARY(positions, 16, 1e4, False)
+
+    assert all(map(torch.equal, on_a_late_stream([later], factors), factors(later)))
+    graph, captured = capture(lambda: factors(positions))
+    positions.copy_(later)
+    assert_replayed(graph, captured, factors(later))
+
+
 # ---- the layer
 
 
@@ -313,7 +376,7 @@ def test_the_kernels_run_in_the_layer(monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError
 
-    for name in ("split_heads", "join_heads"):
+    for name in ("split_heads", "join_heads", "rotary_factors"):
         monkeypatch.setattr(f"fastmax.eager.heads.{name}", refuse)
     layer, x = layer_of().to(DEVICE), torch.randn(2, 333, 64, device=DEVICE)
     assert extension.expects_kernels(x)
@@ -381,7 +444,8 @@ layer(torch.rand(1, 40, 128, device="cuda", dtype=torch.bfloat16)).sum().backwar
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_second_device():
     """The tensors are on a device that is not the current one."""
-    for operator, given in ((SPLIT, split(dtype=torch.bfloat16)), (JOIN, join(dtype=torch.bfloat16))):
+    rotary = {"positions": torch.arange(50, device=DEVICE), "half": 16, "base": 1e4, "wide": False}
+    for operator, given in ((SPLIT, split(dtype=torch.bfloat16)), (JOIN, join(dtype=torch.bfloat16)), (ROTARY, rotary)):
         there = {name: x.to("cuda:1") if torch.is_tensor(x) else x for name, x in given.items()}
         expected, outputs = (operator(*arguments.values()) for arguments in (given, there))
         assert torch.cuda.current_device() == 0
@@ -390,5 +454,5 @@ def test_second_device():
 
 
 def test_the_library_registers_them():
-    for name in ("split_heads", "split_heads_backward", "join_heads", "join_heads_backward"):
+    for name in ("split_heads", "split_heads_backward", "join_heads", "join_heads_backward", "rotary_factors"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax_cuda::{name}", "CUDA"), name

@@ -331,6 +331,34 @@ int main() {
     assert [int(x) for x in found] == [*range(12, 17)]
 
 
+def test_hopper_states_of_64_columns_have_each_product_once():
+    text = """
+#include <cstdio>
+#include "linear/order2/sm90/snapshot.h"
+
+using State = fastmax::HopperState<64>;
+void print(const fastmax::ColumnPair& y) { std::printf("%d %d\\n", y.a, y.b); }
+
+int main() {
+  for (int star = 0; star < State::kBlocks; ++star) {
+    for (int i = 0; i < State::star_tiles(star); ++i) {
+      for (int f = 0; f < 64; ++f) print(fastmax::pair_columns(star, (star + State::kFirstOffset + i) % State::kBlocks, f));
+    }
+  }
+  for (int tile = 0; tile < State::kDiagonalTiles; ++tile) {
+    for (int f = 0; f < 64; ++f) print(fastmax::diagonal_columns(tile, f));
+  }
+  for (int f = 0; f < 32; ++f) print(fastmax::opposite_columns(f));
+  std::printf("%d %d\\n", State::kSnapshotBytes, State::kStateStages);
+}
+"""
+    output = subprocess.run([compile_probe(text)], capture_output=True, text=True, check=True).stdout
+    *products, (snapshot_bytes, stages) = (tuple(map(int, line.split())) for line in output.splitlines())
+    assert sorted(tuple(sorted(pair)) for pair in products) == [(a, b) for a in range(64) for b in range(a, 64)]
+    assert snapshot_bytes == 2 * 64 * (len(products) + 2 * 64)
+    assert stages == -(-snapshot_bytes // (2 * 64 * 64 * 2))
+
+
 def test_sizes_of_a_state_with_two_widths():
     """Features come from the columns of keys, and each has the columns of values; the second moment has those of keys twice."""
     text = """

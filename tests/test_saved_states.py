@@ -101,7 +101,7 @@ def test_sequences(d, n, mode, precision):  # noqa: F811
 @pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("expanded", ["q", "k", "v"])
 def test_expanded_tensors(expanded, d):
-    """The kernels for Hopper leave expanded tensors to other kernels, whose saved states have the same size and another layout.
+    """The kernels for Hopper leave expanded tensors to other kernels, whose saved states have another format.
     If one call saves and another reads, the bits must be the same."""
     given = list(arguments(Case(1300, d), "bf16"))
     copied, i = list(given), "qkv".index(expanded)

@@ -158,13 +158,15 @@ def recorded(kv_heads: int) -> list[tuple]:
             {"causal": True, "log_decay": log_decay.detach()},
             {"rpe_matrix": rpe, "dropout": 0.1},
             {"causal": True, "exact_window": 3, "algorithm": "linear", "log_decay": log_decay},
+            {"causal": True, "exact_window": 3, "log_decay": log_decay.detach()},
             {"exact_window": 3, "algorithm": "linear"},
             {"exact_window": 3, "algorithm": "quadratic"},
         ):
             o, lse = fastmax_attention(q, k, v, return_lse=True, **options)
             (o.sum() + lse.sum()).backward()
-        o, lse = flash_attention(q, k, v, window=4, return_lse=True)
-        (o.sum() + lse.sum()).backward()
+        for options in ({"window": 4}, {"causal": True, "log_decay": log_decay.detach()}):
+            o, lse = flash_attention(q, k, v, return_lse=True, **options)
+            (o.sum() + lse.sum()).backward()
         for flush_interval in (1, 4):
             options = {"exact_window": 3} if flush_interval > 1 else {}
             state = init_state(B, kv_heads, D, DV, dtype=torch.float64, flush_interval=flush_interval, **options)
@@ -182,7 +184,7 @@ def recorded(kv_heads: int) -> list[tuple]:
         (q_rows.sum() + k_rows.sum()).backward()
         o, z, _ = torch.ops.fastmax.normalized_forward(q, k, v, 0.5, 0.5, 1.0, 1.0)
         (o.sum() + z.sum()).backward()
-        cos, sin = torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
+        cos, sin = torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, True)
         channels = (H + kv_heads) * D + kv_heads * DV
         qkv, recent = (torch.rand(B, n, channels, dtype=torch.float64, requires_grad=True) for n in (N, 2))
         weight = torch.rand(channels, 1, 3, dtype=torch.float64, requires_grad=True)

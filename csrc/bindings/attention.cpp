@@ -6,7 +6,6 @@
 
 #include <string>
 #include <tuple>
-#include <type_traits>
 
 #include "bindings/attention.h"
 #include "bindings/checks.h"
@@ -63,12 +62,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   return {results.o.result(), z};
 }
 
-// Gradients of q, k and v, and with kOfDecay of log_decay.
 template <bool kOfDecay>
-using GradientsOf = std::conditional_t<kOfDecay, std::tuple<Tensor, Tensor, Tensor, Tensor>, std::tuple<Tensor, Tensor, Tensor>>;
-
-template <bool kOfDecay>
-GradientsOf<kOfDecay> backward(
+GradientResults<kOfDecay> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
     const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
@@ -84,12 +79,7 @@ GradientsOf<kOfDecay> backward(
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
-  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
-    const Tensor grad_q = zeros_like_layout(q_in, q_in.size(3)), grad_k = zeros_like_layout(k_in, k_in.size(3));
-    const Tensor grad_v = zeros_like_layout(v_in, v_in.size(3));
-    if constexpr (kOfDecay) return {grad_q, grad_k, grad_v, zero_decay_gradient(log_decay, q_in)};
-    else return {grad_q, grad_k, grad_v};
-  }
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) return as_results<kOfDecay>(zero_gradients(q_in, k_in, v_in, log_decay));
 
   const Operands x(inputs);
   const Noise noise(drop_noise, q_in);
@@ -100,9 +90,7 @@ GradientsOf<kOfDecay> backward(
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);
   run("backward", chosen, p, q_in.get_device_index());
-  const Tensor grad_q = gradients.grad_q.result(), grad_k = gradients.grad_k.result(), grad_v = gradients.grad_v.result();
-  if constexpr (kOfDecay) return {grad_q, grad_k, grad_v, gradients.grad_log_decay};
-  else return {grad_q, grad_k, grad_v};
+  return as_results<kOfDecay>(gradients.results());
 }
 
 }  // namespace

@@ -13,13 +13,18 @@
 
 namespace fastmax {
 
+// Checks that the library has code for the device of x.
+inline void check_device_has_kernels(const Tensor& x) {
+  const std::string& problem = get_device(x.get_device_index()).problem;
+  FASTMAX_CHECK(problem.empty(), problem);
+}
+
 // Checks that kernels exist for the dtype of x, and that the library has code for its device.
 inline void check_kernels_run_on(const char* name, const Tensor& x) {
   const ScalarType dtype = x.scalar_type();
   FASTMAX_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float, name,
                 " must be bfloat16, float16 or float32 for the CUDA kernels");
-  const std::string& problem = get_device(x.get_device_index()).problem;
-  FASTMAX_CHECK(problem.empty(), problem);
+  check_device_has_kernels(x);
 }
 
 inline MathMode math_mode(ScalarType dtype, bool allow_tf32) {

@@ -1,6 +1,7 @@
-// fastmax_cuda::exact_window_forward and exact_window_backward, causal. Some architectures have kernels that compute local and global keys
-// in one pass. Other calls are computed in two parts: softmax attention to the local keys (flash.h), then attention with the polynomial to
-// the global keys, which is merged into it in place. Kernels that cannot merge write to memory of their own. All agree on o and lse.
+// fastmax_cuda::exact_window_forward, exact_window_backward and exact_window_backward_qkv, causal. Some architectures have
+// kernels that compute local and global keys in one pass. Other calls are computed in two parts: softmax attention to the local
+// keys (flash.h), then attention with the polynomial to the global keys, which is merged into it in place. Kernels that cannot
+// merge write to memory of their own. All agree on o and lse.
 //
 // The global keys are all keys but the last `exact_window`. They are the keys of a causal call for the last queries, each at the position
 // of the key `exact_window` tokens before it; a lag gives them the decays of the tokens between (Problem::lag).
@@ -76,22 +77,19 @@ std::optional<std::tuple<Tensor, Tensor>> forward_in_one_pass(const AttentionInp
   return std::tuple(results.o.result(), lse);
 }
 
-struct InputGradients {
-  Tensor q, k, v, log_decay;
-};
-
 // Returns the gradients, or nothing if there are no kernels for the call.
 std::optional<InputGradients> backward_in_one_pass(const AttentionInputs& x, const Options& options, const Tensor& grad_o,
-                                                   const OptionalTensor& grad_lse, const Tensor& o, const Tensor& lse) {
+                                                   const OptionalTensor& grad_lse, const Tensor& o, const Tensor& lse,
+                                                   bool wants_decay) {
   if (is_empty(x.q) || is_empty(x.k) || is_empty(x.v)) return std::nullopt;
   const Operands operands(x);
   BwdParams p{};
   const Algorithm* algorithm = fill_one_pass(p, x, operands, options, Direction::kBackward);
   if (algorithm == nullptr) return std::nullopt;
-  const Gradients gradients(x.q, x.k, x.v, operands, o, grad_o, lse, grad_lse);
+  const Gradients gradients(x.q, x.k, x.v, operands, o, grad_o, lse, grad_lse, wants_decay);
   gradients.fill(p);
   run("exact_window_backward", *algorithm, p, x.q.get_device_index());
-  return InputGradients{gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
+  return gradients.results();
 }
 
 // ---- in parts
@@ -198,23 +196,23 @@ void add(const Tensor& x, const Tensor& sum) {
 
 // Adds the gradients through the global keys to those through the local keys.
 void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor& grad_o, const Denominators& denominators,
-                          const InputGradients& sums) {
+                          const InputGradients& sums, bool wants_decay) {
   BwdParams p{};
   call.fill(p, Direction::kBackward);
   const bool writable = is_aligned(sums.q) && is_aligned(sums.k) && is_aligned(sums.v);
   if (writable && select(call.algorithm, p, Direction::kBackward).joins_parts) {
     const Gradients gradients({Output(sums.q), Output(sums.k), Output(sums.v)}, call.operands, o, grad_o, denominators.z,
-                              denominators.grad_z);
+                              denominators.grad_z, /*wants_decay=*/false);
     gradients.fill(p);
-    if (p.log_decay != nullptr) p.grad_log_decay = static_cast<float*>(sums.log_decay.data_ptr());
+    if (p.log_decay != nullptr && wants_decay) p.grad_log_decay = static_cast<float*>(sums.log_decay.data_ptr());
     p.adds = true;
     return run("exact_window_backward", call.algorithm, p, call.device());
   }
-  const Gradients gradients(call.q, call.k, call.v, call.operands, o, grad_o, denominators.z, denominators.grad_z);
+  const Gradients gradients(call.q, call.k, call.v, call.operands, o, grad_o, denominators.z, denominators.grad_z, wants_decay);
   gradients.fill(p);
   run("exact_window_backward", call.algorithm, p, call.device());
   add(gradients.grad_q.result(), sums.q), add(gradients.grad_k.result(), sums.k), add(gradients.grad_v.result(), sums.v);
-  if (p.log_decay != nullptr) add(gradients.grad_log_decay, sums.log_decay);
+  if (p.grad_log_decay != nullptr) add(gradients.grad_log_decay, sums.log_decay);
 }
 
 std::tuple<Tensor, Tensor> forward_by_parts(const AttentionInputs& x, const Options& options) {
@@ -226,18 +224,17 @@ std::tuple<Tensor, Tensor> forward_by_parts(const AttentionInputs& x, const Opti
 }
 
 InputGradients backward_by_parts(const AttentionInputs& x, const Options& options, const Tensor& grad_o, const OptionalTensor& grad_lse,
-                                 const Tensor& o, const Tensor& lse) {
-  const auto [grad_q, grad_k, grad_v, grad_log_decay] =
-      flash_backward(grad_o, grad_lse, x.q, x.k, x.v, o, lse, x.attention_mask, x.log_decay, x.k_start, x.k_end, options.scale,
-                     /*causal=*/true, /*left=*/options.window - 1, /*right=*/-1, options.allow_tf32);
+                                 const Tensor& o, const Tensor& lse, bool wants_decay) {
+  const InputGradients sums = flash_gradients(grad_o, grad_lse, x, o, lse, options.scale, /*causal=*/true,
+                                              {/*left=*/options.window - 1, /*right=*/-1}, options.allow_tf32, wants_decay);
   const GlobalKeys part(x, options.window);
   if (part.exist()) {
     const GlobalCall call(x, part, options);
     const Denominators denominators(call, part.of_queries(lse), part.of_queries(grad_lse));
     add_global_gradients(call, part.of_queries(o), part.of_queries(grad_o), denominators,
-                         {part.of_queries(grad_q), part.of_keys(grad_k), part.of_keys(grad_v), grad_log_decay});
+                         {part.of_queries(sums.q), part.of_keys(sums.k), part.of_keys(sums.v), sums.log_decay}, wants_decay);
   }
-  return {grad_q, grad_k, grad_v, grad_log_decay};
+  return sums;
 }
 
 std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask,
@@ -253,7 +250,8 @@ std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k
   return forward_by_parts(inputs, options);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> exact_window_backward(
+template <bool kOfDecay>
+GradientResults<kOfDecay> exact_window_backward(
     const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
     const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start,
     const OptionalTensor& k_end, double scale, double a0, double a1, double a2, int64_t order, bool causal, const std::string& algorithm,
@@ -265,9 +263,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exact_window_backward(
   check_results(q, v, o, grad_o, "lse", lse);
   check_float("lse", lse);
   if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q), check_float("grad_lse", *grad_lse);
-  std::optional<InputGradients> grads = backward_in_one_pass(inputs, options, grad_o, grad_lse, o, lse);
-  if (!grads.has_value()) grads = backward_by_parts(inputs, options, grad_o, grad_lse, o, lse);
-  return {grads->q, grads->k, grads->v, grads->log_decay};
+  std::optional<InputGradients> grads = backward_in_one_pass(inputs, options, grad_o, grad_lse, o, lse, kOfDecay);
+  if (!grads.has_value()) grads = backward_by_parts(inputs, options, grad_o, grad_lse, o, lse, kOfDecay);
+  return as_results<kOfDecay>(*grads);
 }
 
 }  // namespace
@@ -275,5 +273,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exact_window_backward(
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("exact_window_forward", TORCH_BOX(&fastmax::exact_window_forward));
-  m.impl("exact_window_backward", TORCH_BOX(&fastmax::exact_window_backward));
+  m.impl("exact_window_backward", TORCH_BOX(&fastmax::exact_window_backward<true>));
+  m.impl("exact_window_backward_qkv", TORCH_BOX(&fastmax::exact_window_backward<false>));
 }

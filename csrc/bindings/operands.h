@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
@@ -100,6 +102,26 @@ inline Tensor empty_per_query(const Tensor& q) {
   return empty_contiguous({b, h, n}, ScalarType::Float, q.get_device_index());
 }
 
+// The results of a backward.
+struct InputGradients {
+  Tensor q, k, v, log_decay;  // log_decay: without elements if the call has none, and unspecified if its gradient is not wanted
+};
+
+// The results as an operator returns them: the gradients of q, k and v, and with kOfDecay of log_decay.
+template <bool kOfDecay>
+auto as_results(const InputGradients& x) {
+  if constexpr (kOfDecay) return std::tuple(x.q, x.k, x.v, x.log_decay);
+  else return std::tuple(x.q, x.k, x.v);
+}
+template <bool kOfDecay>
+using GradientResults = decltype(as_results<kOfDecay>(std::declval<InputGradients>()));
+
+// The results of a call without queries, keys or columns.
+inline InputGradients zero_gradients(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& log_decay) {
+  return {zeros_like_layout(q, q.size(3)), zeros_like_layout(k, k.size(3)), zeros_like_layout(v, v.size(3)),
+          zero_decay_gradient(log_decay, q)};
+}
+
 // The gradients of q, k and v, and the forward's results and grad_o as the kernels read them.
 struct Gradients {
   Tensor o, grad_o, z;
@@ -125,6 +147,8 @@ struct Gradients {
             const Tensor& z_in, const OptionalTensor& grad_z_in, bool wants_decay = true)
       : Gradients({Output(q_in, q_in.size(3), x.q.size(3)), Output(k_in, k_in.size(3), x.k.size(3)), Output(v_in, v_in.size(3), x.v.size(3))},
                   x, o_in, grad_o_in, z_in, grad_z_in, wants_decay) {}
+
+  InputGradients results() const { return {grad_q.result(), grad_k.result(), grad_v.result(), grad_log_decay}; }
 
   void fill(BwdParams& p) const {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);

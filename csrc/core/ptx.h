@@ -173,4 +173,10 @@ __device__ __forceinline__ uint32_t keep_in_register(uint32_t x) {
   return x;
 }
 
+// No instruction: x is computed before it is selected, instead of on one side of a branch or under a predicate.
+__device__ __forceinline__ float compute_first(float x) {
+  asm("" : "+f"(x));
+  return x;
+}
+
 }  // namespace fastmax::ptx

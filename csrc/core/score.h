@@ -214,37 +214,42 @@ struct ExactWindowScore {
   __device__ __forceinline__ float exponent(bool is_local, float x, float e) const { return is_local ? fmaf(c, x, e) : e; }
   __device__ __forceinline__ float weight(bool is_local, float x) const { return is_local ? 1.f : global.weight(x); }
 
-  // Backward. A row holds y of the normalisation, 2^y of it for global keys, and delta. That power is 0 where it would overflow:
-  // the row's global keys are then fully decayed.
+  // Backward. A row holds 2^y, -delta 2^y, y and delta, where y is that of the normalisation. The power is 0 where it would
+  // overflow: the row's global keys are then fully decayed.
   static constexpr float kLargestExponent = 120.f;
-  __device__ __forceinline__ float4 row(float z, float delta) const {
-    const float y = SoftmaxScore::exponent(z);
-    return make_float4(y, factor_of(y), delta, 0.f);
+  __device__ __forceinline__ float4 row(float z, float delta) const { return row_of(SoftmaxScore::exponent(z), delta); }
+  __device__ __forceinline__ static float4 row_of(float y, float delta) {
+    const float power = y > kLargestExponent ? 0.f : ptx::exp2_approx(y);
+    return make_float4(power, -delta * power, y, delta);
   }
   __device__ __forceinline__ static float delta_of_z(float, const float* grad_z) { return *grad_z; }
   using Column = float4;  // rows stream as they are
   static constexpr bool kScalesGradO = false;
-  __device__ __forceinline__ static float factor_of(float y) { return y > kLargestExponent ? 0.f : ptx::exp2_approx(y); }
 
-  // A pair with the exponent y, that of the row's normalisation included. centred: dp - delta. ds / dx = slope 2^y centred.
+  // Pairs from x and the exponent y, that of the row's normalisation included. centred: dp - delta. ds / dx = slope 2^y centred.
   __device__ __forceinline__ DecayedPair pair(bool is_local, float x, float centred, float y) const {
-    const float power = ptx::exp2_approx(y), slope = fmaf(global.c2, x, global.c1);
-    const float p = is_local ? power : fmaf(slope, x, global.c0) * power;
-    return {{p, (is_local ? scale : fmaf(global.c2, x, slope)) * (power * centred)}, p * centred};
+    float slope = fmaf(global.c2, x, global.c1), weight = ptx::compute_first(fmaf(slope, x, global.c0));
+    slope = ptx::compute_first(fmaf(global.c2, x, slope));
+    const float power = ptx::exp2_approx(y);
+    weight = is_local ? 1.f : weight, slope = is_local ? scale : slope;
+    centred *= power;
+    return {{weight * power, slope * centred}, weight * centred};
   }
-  // A global pair with the factor 2^y.
-  __device__ __forceinline__ DecayedPair global_pair(float x, float centred, float factor) const {
-    const float slope = fmaf(global.c2, x, global.c1), p = fmaf(slope, x, global.c0) * factor;
-    return {{p, fmaf(global.c2, x, slope) * (factor * centred)}, p * centred};
+  __device__ __forceinline__ DecayedPair local_pair(float centred, float y) const {
+    const float power = ptx::exp2_approx(y), flow = power * centred;
+    return {{power, scale * flow}, flow};
+  }
+  // A global pair with the factor 2^y in three parts: `factor`, that in `f`, and those in `centred`.
+  __device__ __forceinline__ static DecayedPair global_pair(const PolynomialScore::DecayedRow& f, float x, float centred, float factor) {
+    const float slope = fmaf(f.c2, x, f.c1), weight = fmaf(slope, x, f.c0);
+    return {{weight * factor, fmaf(f.c2, x, slope) * centred}, weight * centred};
   }
   __device__ __forceinline__ static float flow_scale() { return 1.f; }
 
   // Decay factors are exponents.
   __device__ __forceinline__ static float query_factor(float e) { return e; }
   __device__ __forceinline__ static float key_factor(float e) { return e; }
-  __device__ __forceinline__ static float4 decay_row(const float4& row, float e) {
-    return make_float4(row.x + e, factor_of(row.x + e), row.z, 0.f);
-  }
+  __device__ __forceinline__ static float4 decay_row(const float4& row, float e) { return row_of(row.z + e, row.w); }
 };
 
 }  // namespace fastmax

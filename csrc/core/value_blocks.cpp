@@ -132,12 +132,12 @@ void launch_fwd(const Kernels& kernels, const FwdParams& p, cudaStream_t stream)
   if (value_blocks(p) == 1) return kernels.fwd(p, stream);
   Workspace w(p.workspace);
   FwdMemory memory(kernels, p, w);
-  const int64_t queries = int64_t{p.b} * p.h * p.n;
+  const int heads = p.b * p.h;
+  const int64_t queries = int64_t{heads} * p.n;
+  const Stride of_lse{heads * p.local_lse_head, p.local_lse_head, 1};
   for (int i = 1; p.local_lse != nullptr && i < value_blocks(p); ++i) {
-    const size_t row = p.n * sizeof(float);
-    check_cuda(cudaMemcpy2DAsync(memory.local_lse + (i - 1) * queries, row, p.local_lse, p.local_lse_head * sizeof(float), row,
-                                 int64_t{p.b} * p.h, cudaMemcpyDeviceToDevice, stream),
-               "value_blocks");
+    float* copy = memory.local_lse + (i - 1) * queries;
+    launch_copy_rows({1, heads, p.n, /*columns=*/1, MathMode::kFP32, copy, contiguous_rows(heads, p.n, 1), p.local_lse, of_lse}, stream);
   }
   for (int i = 0; i < value_blocks(p); ++i) {
     FwdParams block = params(p, i);

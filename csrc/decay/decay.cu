@@ -151,10 +151,12 @@ __device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     double before = 0., behind = 0., of_tile;
-    for (int i = threadIdx.x; i < tiles; i += kThreads) {
-      if (i != tile) (i < tile ? before : behind) += totals[(static_cast<int64_t>(head) * tiles + i) * kCount + j];
+    if (tiles > 1) {
+      for (int i = threadIdx.x; i < tiles; i += kThreads) {
+        if (i != tile) (i < tile ? before : behind) += totals[(static_cast<int64_t>(head) * tiles + i) * kCount + j];
+      }
+      block_scan(before, before), block_scan(behind, behind);
     }
-    block_scan(before, before), block_scan(behind, behind);
     sum.x[j] = before + block_scan(sum.x[j], of_tile);
     all.x[j] = before + of_tile + behind;
   }

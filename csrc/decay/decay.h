@@ -64,6 +64,16 @@ void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspa
 __device__ __forceinline__ float decay(const float2& later, const float2& earlier) {
   return (later.x - earlier.x) + (later.y - earlier.y);
 }
+
+// Sums as a float and its rounding error; 0 where the float is infinite.
+__device__ __forceinline__ float2 exact_sum(float x, float y) {
+  const float sum = x + y, of_y = sum - x;
+  return make_float2(sum, isinf(sum) ? 0.f : (x - (sum - of_y)) + (y - of_y));
+}
+__device__ __forceinline__ float2 exact_decay(const float2& later, const float2& earlier) {
+  const float2 whole = exact_sum(later.x, -earlier.x);
+  return make_float2(whole.x, whole.y + (later.y - earlier.y));
+}
 #endif
 
 }  // namespace fastmax

@@ -45,6 +45,13 @@ __device__ __forceinline__ uint32_t pair_of_high(uint32_t a, uint32_t b) {
   return r;
 }
 
+// [prmt] The high half of a register as the low one, and behind it the low half of another.
+__device__ __forceinline__ uint32_t pair_of_inner(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm volatile("prmt.b32 %0, %1, %2, 0x5432;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // [shl], [and] A bf16 of a pair as fp32, likewise.
 __device__ __forceinline__ float low_bf16(uint32_t x) {
   uint32_t r;

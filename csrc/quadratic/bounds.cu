@@ -35,6 +35,7 @@ __host__ __device__ __forceinline__ int first_query_behind(const AttentionParams
 }
 
 __host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, int batch, int kv_head, int key) {
+  if (p.k_start.data == nullptr && p.k_end.data == nullptr) return WindowVisibility(p, 0).queries_of(key);
   return {first_query_behind<true>(p, batch, kv_head, key), first_query_behind<false>(p, batch, kv_head, key)};
 }
 

@@ -202,14 +202,7 @@ def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tup
         return DTensor.from_local(y, x.device_mesh, placements, run_check=False, shape=x.shape, stride=stride)
 
 
-def _register(name: str, results: tuple[str, ...]) -> None:
-    torch.library.register_torch_dispatch(f"fastmax::{name}", DTensor, partial(_run, results=results))
-
-
 for _name, _operator in OPERATORS.items():
-    if _name == "softmax":
-        torch.library.register_torch_dispatch(f"fastmax::{_name}", DTensor, _softmax)
-    else:
-        _register(_name, tuple(x.name for x in _operator.overload._schema.returns))
-if hasattr(torch.ops.fastmax, "rotary_factors"):
-    _register("rotary_factors", ("cos", "sin"))
+    _results = tuple(x.name for x in _operator.overload._schema.returns)
+    _rule = _softmax if _name == "softmax" else partial(_run, results=_results)
+    torch.library.register_torch_dispatch(f"fastmax::{_name}", DTensor, _rule)

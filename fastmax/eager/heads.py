@@ -42,6 +42,22 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return F.rms_norm(rows, weight.shape, weight.to(rows.dtype), eps)
 
 
+def rotary_factors(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the cosines and signed sines that `rotate` takes, (n, 1, r) or (b, n, 1, r) with r = 2 half.
+
+    The f-th angle of a token is `position * base^(-f / half)`, f < half. Angles are float64, because float32 has too few
+    digits for the angle of position 10^6.
+
+    Args:
+        positions: int (n,) or (b, n).
+        dtype: of the results.
+    """
+    frequencies = base ** (torch.arange(half, dtype=torch.float64, device=positions.device) / -half)
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x (b, n, h, d) with the first r channels rotated: pairs of channels f and f + r / 2 by the f-th angle.
 

@@ -523,7 +523,7 @@ class FastmaxSelfAttention(nn.Module):
                 qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
         rotation = (None, None)
         if self.rope_dim:
-            rotation = Rotation.at(positions, self.rope_dim, self.rope_base, qkv.dtype, for_kernel=fuses)
+            rotation = Rotation.at(positions, self.rope_dim, self.rope_base, qkv.dtype)
         split = ops.split_heads if fuses else eager.heads.split_heads
         q, k, v = split(
             qkv,

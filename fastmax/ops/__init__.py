@@ -30,6 +30,7 @@ from fastmax.ops.heads import MAX_CONVOLUTION as MAX_CONVOLUTION
 from fastmax.ops.heads import fuses_join_heads as fuses_join_heads
 from fastmax.ops.heads import fuses_split_heads as fuses_split_heads
 from fastmax.ops.heads import join_heads as join_heads
+from fastmax.ops.heads import rotary_factors as rotary_factors
 from fastmax.ops.heads import split_heads as split_heads
 from fastmax.ops.normalization import normalize_tokens as normalize_tokens
 from fastmax.ops.normalized_attention import normalized_attention as normalized_attention

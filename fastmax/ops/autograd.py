@@ -61,13 +61,13 @@ class Differentiable(NamedTuple):
     """An attention operator and its gradient.
 
     Args:
-        backward_qkv: computes the gradients of q, k and v alone, of calls whose tensors need none; None: `backward` does.
+        backward_qkv: computes the gradients of q, k and v alone, of calls whose tensors need none.
     """
 
     signature: Signature
     forward: Operator
     backward: Operator
-    backward_qkv: Operator | None = None
+    backward_qkv: Operator
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
         last = 3 + len(self.signature.tensor_names)
@@ -83,7 +83,7 @@ class Differentiable(NamedTuple):
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
         tensors = saved[len(saved) - len(names) :]
-        if self.backward_qkv is not None and self._spares_gradients(tensors, needed[3:]):
+        if self._spares_gradients(tensors, needed[3:]):
             return *self.backward_qkv(grad_o, grad_z, *saved, *options), *(None,) * len(names)
         results = self.backward(grad_o, grad_z, *saved, *options)
         return self.signature.of_inputs(results, tensors)

@@ -140,8 +140,7 @@ def check_split_heads(
     _check_weight("k_weight", k_weight, (head_dim,), qkv, "qkv")
     _check_tensor("recent", recent, (b, width - 1, channels), qkv.dtype, qkv, "qkv")
     if places is not None:
-        if places.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"places must be int32 or int64, got {places.dtype}")
+        _check_index("places", places)
         _check_tensor("places", places, (n,), places.dtype, qkv, "qkv")
     check_together("cos", "sin", cos, sin)
     if cos is not None:
@@ -155,6 +154,17 @@ def check_split_heads(
             raise ValueError(f"cos must have an even number of channels up to head_dim {head_dim}, got {rotated}")
     for name, eps in (("q_eps", q_eps), ("k_eps", k_eps)):
         _check_eps(name, eps)
+
+
+def check_rotary_factors(positions: Tensor, half: int, base: float) -> None:
+    """Checks the arguments of `rotary_factors`."""
+    if positions.dim() not in (1, 2):
+        raise ValueError(f"positions must be 1- or 2-dimensional, got {positions.dim()} dimensions")
+    _check_index("positions", positions)
+    if half < 1:
+        raise ValueError(f"half must be at least 1, got {half}")
+    if not 0.0 < base < math.inf:
+        raise ValueError(f"base must be finite and > 0, got {base}")
 
 
 def check_gradients_of_heads(grads: tuple[Tensor | None, ...], qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -192,6 +202,11 @@ def _check_weight(name: str, x: Tensor | None, shape: Sequence[int], like: Tenso
 def _check_floating(name: str, x: Tensor) -> None:
     if x.dtype not in validation.DTYPES:
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def _check_index(name: str, x: Tensor) -> None:
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
 
 
 def _check_eps(name: str, eps: float) -> None:

@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256
 _MAX_TOKENS = 2**30 - 1
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-SCHEMA_VERSION = 25  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
+SCHEMA_VERSION = 26  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
 _problem: str | None = "it was not loaded yet"
 
@@ -121,17 +121,19 @@ def set_debugging(on: bool) -> None:
     change(on)
 
 
-def kernels_run_on(x: Tensor) -> bool:
-    """Returns whether x is on a device that the kernels run on, in a dtype that they have.
-
-    Warns once for each CUDA device that they do not run on.
-    """
+def device_has_kernels(x: Tensor) -> bool:
+    """Returns whether x is on a device that the kernels run on. Warns once for each CUDA device that they do not run on."""
     if not x.is_cuda:
         return False
     if _problem is not None or _device_problem(x.get_device()) is not None:
         warn_if_unused(x.device)
         return False
-    return x.dtype in _DTYPES
+    return True
+
+
+def kernels_run_on(x: Tensor) -> bool:
+    """Returns whether x is on a device that the kernels run on, in a dtype that they have."""
+    return device_has_kernels(x) and x.dtype in _DTYPES
 
 
 def expects_kernels(x: Tensor) -> bool:

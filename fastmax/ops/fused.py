@@ -87,14 +87,6 @@ def _fake_gradients(signature, grad_o, grad_z, q, k, v, o, z, *arguments):
     )
 
 
-def _backward_qkv(signature, statistic, *arguments):
-    return _backward(signature, statistic, *arguments)[:3]
-
-
-def _fake_gradients_qkv(signature, *arguments):
-    return _fake_gradients(signature, *arguments)[:3]
-
-
 def _register(
     prefix: str,
     signature: Signature,
@@ -102,16 +94,14 @@ def _register(
     forward: Callable = _forward,
     backward: Callable = _backward,
     flops: Callable[..., int] = count_attention,
-    qkv: bool = False,
     **kernel,
 ) -> Differentiable:
-    """Registers a forward and its backward.
+    """Registers a forward, its backward, and a backward of q, k and v alone.
 
     Args:
         statistic: the name of the second result, the denominators `z` or their logarithms `lse`.
         forward, backward: implementations, called with `signature`, and `statistic`, before the arguments of the operator.
         flops: counts the operations of q, k, v, a call, and whether it is the backward.
-        qkv: whether another backward computes the gradients of q, k and v alone.
         kernel: `kernel_of` and `covers` of `register`.
     """
 
@@ -121,12 +111,12 @@ def _register(
     def backward_flops(grad_o, grad_z, q, k, v, o, z, *arguments, out_val=None) -> int:
         return flops(q, k, v, signature.call(arguments), backward=True)
 
-    def register_backward(name: str, results: str, backward: Callable, fake: Callable) -> Operator:
+    def register_backward(name: str, results: str, count: int) -> Operator:
         return register(
             f"{prefix}{name}(Tensor grad_o, Tensor? grad_{statistic}, Tensor q, Tensor k, Tensor v, Tensor o, "
             f"Tensor {statistic}, {signature.schema}) -> ({results})",
-            partial(backward, signature, statistic),
-            partial(fake, signature),
+            lambda *arguments: backward(signature, statistic, *arguments)[:count],
+            lambda *arguments: _fake_gradients(signature, *arguments)[:count],
             flops=backward_flops,
             **kernel,
         )
@@ -140,18 +130,15 @@ def _register(
             flops=forward_flops,
             **kernel,
         ),
-        register_backward("backward", signature.gradients_schema, backward, _fake_gradients),
-        register_backward("backward_qkv", "Tensor grad_q, Tensor grad_k, Tensor grad_v", _backward_qkv, _fake_gradients_qkv)
-        if qkv
-        else None,
+        register_backward("backward", signature.gradients_schema, len(signature.gradient_names)),
+        register_backward("backward_qkv", "Tensor grad_q, Tensor grad_k, Tensor grad_v", 3),
     )
     register_gradient(operator, refuse_second_derivative)
-    if operator.backward_qkv is not None:
-        refuse_derivatives(operator.backward_qkv, refuse_second_derivative)
+    refuse_derivatives(operator.backward_qkv, refuse_second_derivative)
     return operator
 
 
-_FASTMAX = _register("", FASTMAX, "z", qkv=True, kernel_of="q v")
+_FASTMAX = _register("", FASTMAX, "z", kernel_of="q v")
 _FLASH = _register("flash_", FLASH, "lse", kernel_of="q v")
 
 

@@ -1,4 +1,5 @@
 """`split_heads` and `join_heads`: the parts of a self-attention layer before and after attention, and their gradients.
+`rotary_factors`: what the first rotates q and k by.
 
 `fastmax.eager.heads` has the definitions. The backward computes the convolution and the statistics of the norms again, so that
 only arguments are saved.
@@ -31,6 +32,13 @@ def split_heads(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 def join_heads(*arguments) -> Tensor:
     """Returns the heads of the output side by side; see `fastmax.eager.heads.join_heads`."""
     return compute(_JOIN, arguments[:3], arguments[3:])
+
+
+def rotary_factors(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns cosines and signed sines of rotary angles, float32 or float64; see `fastmax.eager.heads.rotary_factors`."""
+    if eager.is_transformed():
+        return rows.rotary_factors(positions, half, base, dtype)
+    return _ROTARY(positions, half, base, dtype == torch.float64)
 
 
 def fuses_split_heads(qkv: Tensor, head_dim: int, value_dim: int, *weights: Tensor | None) -> bool:
@@ -202,3 +210,32 @@ _JOIN = Recomputed(
     differentiable=3,
 )
 register_gradient(_JOIN, refuse_second_derivative)
+
+
+# ---- rotary_factors
+
+_MAX_ANGLES = extension.MAX_HEAD_DIM // 2
+
+
+def _rotary_factors(positions, half, base, wide):
+    operator_checks.check_rotary_factors(positions, half, base)
+    return rows.rotary_factors(positions, half, base, torch.float64 if wide else torch.float32)
+
+
+def _fake_rotary_factors(positions, half, base, wide):
+    dtype = torch.float64 if wide else torch.float32
+    cos, sin = (positions.new_empty((*positions.shape, 1, 2 * half), dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+def _covers_rotary_factors(positions, half, base, wide) -> bool:
+    is_index = positions.dim() in (1, 2) and positions.dtype in (torch.int32, torch.int64)
+    return is_index and not wide and half <= _MAX_ANGLES and extension.device_has_kernels(positions)
+
+
+_ROTARY = register(
+    "rotary_factors(Tensor positions, int half, float base, bool wide) -> (Tensor cos, Tensor sin)",
+    _rotary_factors,
+    _fake_rotary_factors,
+    covers=_covers_rotary_factors,
+)

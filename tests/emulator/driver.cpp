@@ -15,6 +15,7 @@
 #include "core/value_blocks.h"
 #include "decay/decay.h"
 #include "layer/layer.h"
+#include "layer/rotary.h"
 #include "linear/algorithm.h"
 #include "machine.h"
 #include "quadratic/algorithm.h"
@@ -241,6 +242,16 @@ void run_join_heads(bool backward) {
   workspace.check();
 }
 
+// As bindings/rotary.cpp.
+void run_rotary_factors() {
+  RotaryParams p{};
+  take("positions", p.positions), p.tokens = tensor("positions").sizes[0];
+  p.wide_positions = numbers.count("wide_positions") > 0;
+  p.half = integer("half", 1), p.base = number("base", 1);
+  take("cos", p.cos), take("sin", p.sin);
+  launch_rotary_factors(p, nullptr);
+}
+
 }  // namespace
 }  // namespace fastmax
 
@@ -265,6 +276,7 @@ const char* emulator_run(const char* algorithm, int backward) {
     const std::string name = algorithm;
     if (name == "split_heads") return run_split_heads(backward != 0), error.c_str();
     if (name == "join_heads") return run_join_heads(backward != 0), error.c_str();
+    if (name == "rotary_factors") return run_rotary_factors(), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
     if (backward != 0) {
       run(chosen, Direction::kBackward, bwd_workspace_bytes, launch_bwd);

@@ -111,21 +111,26 @@ __device__ __forceinline__ uint32_t pack_16bit(float lo, float hi) {
   }
 }
 
-// Stores an accumulator (64 x kCols, wgmma.h) as rows row .. row + 63 of a tile; row g + 8i of a warp is multiplied by scale_i.
-// Called by all four warps; `warp` is the index in the warpgroup. stmatrix and the swizzle avoid bank conflicts of row-wise
-// stores.
+// Stores an accumulator (64 x kCols, wgmma.h) as rows of a tile; row g + 8i of a warp is multiplied by scale_i. lane_row: the row in the
+// tile of row lane % 8 + 8 (lane / 8 % 2) of the warp. stmatrix and the swizzle avoid bank conflicts of row-wise stores.
 template <class Math, class Tile, int kCount>
-__device__ __forceinline__ void store_accumulator(uint32_t tile, int row, const float (&d)[kCount], float scale0, float scale1,
-                                                  int warp, int lane) {
+__device__ __forceinline__ void store_accumulator_at(uint32_t tile, int lane_row, const float (&d)[kCount], float scale0, float scale1,
+                                                     int lane) {
   const int matrix = lane >> 3;  // matrix whose row address this lane gives: rows + 8 if odd, columns + 8 from 2 on
-  const int in_tile = row + 16 * warp + (matrix & 1) * 8 + (lane & 7);
 #pragma unroll
   for (int j = 0; j < kCount / 4; j += 2) {
     const float* x = d + 4 * j;
-    ptx::stmatrix_x4(tile + Tile::chunk_offset(in_tile, j + (matrix >> 1)), pack_16bit<Math>(x[0] * scale0, x[1] * scale0),
+    ptx::stmatrix_x4(tile + Tile::chunk_offset(lane_row, j + (matrix >> 1)), pack_16bit<Math>(x[0] * scale0, x[1] * scale0),
                      pack_16bit<Math>(x[2] * scale1, x[3] * scale1), pack_16bit<Math>(x[4] * scale0, x[5] * scale0),
                      pack_16bit<Math>(x[6] * scale1, x[7] * scale1));
   }
+}
+
+// Stores an accumulator as rows row .. row + 63 of a tile. Called by all four warps; `warp` is the index in the warpgroup.
+template <class Math, class Tile, int kCount>
+__device__ __forceinline__ void store_accumulator(uint32_t tile, int row, const float (&d)[kCount], float scale0, float scale1,
+                                                  int warp, int lane) {
+  store_accumulator_at<Math, Tile>(tile, row + 16 * warp + (lane & 15), d, scale0, scale1, lane);
 }
 
 }  // namespace fastmax

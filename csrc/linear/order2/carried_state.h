@@ -1,7 +1,7 @@
 // Conversion of a carried state to and from the accumulators of a state kernel, in any format. Both hold the same sums in fp32, so nothing
 // is rounded. The gradient of a state also has the coefficients of f as factors.
 //
-// The state has every product of two columns once. A diagonal tile and the second moment have both k_a k_b and k_b k_a: both are loaded
+// The state has every product of two columns once. A tile (s, s) and the second moment have both k_a k_b and k_b k_a: both are loaded
 // from one element, and one of them is stored. Padded columns are loaded as zeros and not stored.
 #pragma once
 

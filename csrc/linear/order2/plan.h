@@ -25,7 +25,7 @@ inline constexpr int64_t kBwdPhaseBytes = int64_t{420} << 20;
 // The same for calls with low_memory and more snapshots than kSavedBytes, which have many phases in any case.
 inline constexpr int64_t kSmallPhaseBytes = kPhaseBytes / 3;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
-// The most bytes of snapshots that are saved for a later call. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
+// The most bytes of snapshots that are saved for a later call. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.2 on
 // Hopper.
 inline constexpr int64_t kSavedBytes = int64_t{4608} << 20;
 

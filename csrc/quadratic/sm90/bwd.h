@@ -51,12 +51,13 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kRows = 64;  // per consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   // Registers: sums kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
-  // kHeadDim / 4 each if they are in registers. Decay takes registers too. Products of 64 x 64 with both operands in shared
-  // memory use all of its bandwidth.
+  // kHeadDim / 4 each if they are in registers. Decays take registers too, but those of an exact window are exponents in shared
+  // memory. Products of 64 x 64 with both operands in shared memory use all of its bandwidth.
   static constexpr bool kPlain = !kHasDecay<Visibility> && !Score::kHasLocalKeys;
   static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && kPlain ? 128 : 64;
-  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && kPlain;
-  static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
+  static constexpr bool kXInRegisters =
+      kStream == 64 && (kOwnsKeys ? (kPlain || Score::kHasLocalKeys) && kHeadDim <= 64 : kPlain || kHeadDim <= 96);
+  static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32 || Score::kHasLocalKeys);
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
   static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // per consumer; 2: the next rows load early
@@ -67,8 +68,7 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kThreads = (kConsumers + 1) * 128;
   // A stage holds A, B and the data of its columns: row scores of queries, multiplied by decay factors if there is decay; for
   // keys only decay factors.
-  using Column = std::conditional_t<kOwnsKeys, float4, float>;
-  static constexpr int kScoreBytes = kHasDecay<Visibility> ? kDecayTileBytes<Column, kStream>
+  static constexpr int kScoreBytes = kHasDecay<Visibility> ? DecayTile<Score, !kOwnsKeys, kStream>::kBytes
                                      : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
                                                         : 0;
   static constexpr int kStageBytes =
@@ -95,6 +95,8 @@ struct QuadraticBwdRows {
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
   static constexpr int kStream = Tile::kStream;
+  static constexpr bool kDecays = kHasDecay<Visibility>;
+  using ColumnTile = DecayTile<Score, !kOwnsKeys, kStream>;
   using ScoreProduct = Wgmma<Math, kStream>;
   using SumProduct = Wgmma<Math, kHeadDim>;
 
@@ -155,123 +157,131 @@ struct QuadraticBwdRows {
   // Converts S and D of the tile that begins at token `begin` to P and dS. visible: bits of visible_keys or visible_queries.
   // stage: address of the stage, for the data of its columns. lane_row: first row of this lane. streamed: row scores of the
   // streamed head.
-  template <bool kMasked, class Decay>
+  template <TileKind kKind, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
                                                 int lane_row, const BwdParams& p, const float4* streamed) {
+    constexpr bool kMasked = kMasksPairs<kKind>;
     const uint32_t columns = stage + 2 * StreamTile::kBytes;
     decay.template start<kMasked>(columns);
-    if constexpr (kHasDecay<Visibility>) {
-      if (kMasked && decay.takes_pairs) {
-        differentiate<kMasked, true>(columns, visible, decay, begin, lane_row, p, streamed);
-        return;
+    if constexpr (Score::kHasLocalKeys) {
+      if constexpr (kKind == TileKind::kWhole) differentiate_global(Score(p), columns, decay);
+      else differentiate_near<kKind>(Score(p), columns, visible, decay, begin, lane_row, p);
+    } else {
+      if constexpr (kHasDecay<Visibility>) {
+        if (kMasked && decay.takes_pairs) {
+          differentiate_by_score<kMasked, true>(columns, visible, decay, begin, lane_row, offset_of_own_key(p), streamed);
+          return;
+        }
       }
+      differentiate_by_score<kMasked, false>(columns, visible, decay, begin, lane_row, offset_of_own_key(p), streamed);
     }
-    differentiate<kMasked, false>(columns, visible, decay, begin, lane_row, p, streamed);
   }
 
  private:
-  // kTakesPairs: whether each pair has a decay factor of its own.
-  template <bool kMasked, bool kTakesPairs, class Decay>
-  __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Decay& decay,
-                                                int begin, int lane_row, const BwdParams& p, const float4* streamed) {
-    if constexpr (Score::kHasLocalKeys) {
-      differentiate_by_distance<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, p, streamed);
-    } else {
-      differentiate_by_score<kMasked, kTakesPairs>(columns, visible, decay, begin, lane_row, offset_of_own_key(p), streamed);
+  // An exact window: tiles of global keys that all rows see. No pair is one of a token with itself.
+  template <class Decay>
+  __device__ __forceinline__ void differentiate_global(const Score& score, uint32_t columns, const Decay& decay) {
+    PolynomialScore::DecayedRow f[2];
+    float2 rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float factor = 1.f;
+      if constexpr (kOwnsKeys) {
+        if constexpr (kDecays) factor = ptx::exp2_approx(decay.of_rows[half]);
+      } else {
+        float4 row = row_scores[half];
+        if constexpr (kDecays) row = Score::decay_row(row, decay.of_rows[half]);
+        rows[half] = make_float2(row.x, row.y);
+      }
+      f[half] = score.global.decayed_row(factor);
+    }
+#pragma unroll
+    for (int j = 0; j < kStream / 8; ++j) {
+      const int column = 8 * j + 2 * (lane_index() % 4);
+      float2 queries[2], keys;
+      if constexpr (kOwnsKeys) load_queries<0>(queries, columns, column);
+      else if constexpr (kDecays) keys = decay.columns(columns + ColumnTile::kPowers, column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 4 * j + e;
+        const float2& row = kOwnsKeys ? queries[e % 2] : rows[e / 2];
+        float centred = fmaf(d[i], row.x, row.y);
+        if constexpr (kDecays && !kOwnsKeys) centred *= e % 2 == 0 ? keys.x : keys.y;
+        set_pair(i, Score::global_pair(f[e / 2], s[i], centred, row.x));
+      }
     }
   }
 
-  // An exact window. Pairs of whole tiles are global.
-  template <bool kMasked, bool kTakesPairs, class Decay>
-  __device__ __forceinline__ void differentiate_by_distance(uint32_t columns, const uint32_t (&visible)[2][kStream / 32],
-                                                            const Decay& decay, int begin, int lane_row, const BwdParams& p,
-                                                            const float4* streamed) {
-    constexpr bool kDecays = kHasDecay<Visibility>;
+  // Tiles with local keys.
+  template <TileKind kKind, class Decay>
+  __device__ __forceinline__ void differentiate_near(Score score, uint32_t columns, const uint32_t (&visible)[2][kStream / 32],
+                                                     const Decay& decay, int begin, int lane_row, const BwdParams& p) {
+    constexpr bool kMasks = kMasksPairs<kKind>, kSelects = kSelectsPairs<kKind>;
     const int t = lane_index() % 4;
-    const Score score(p);
     const int position = kOwnsKeys ? lane_row - p.causal_offset : lane_row + p.causal_offset;  // among the streamed tokens
-    const LocalColumns is_local = LocalKeys{p.exact_window, position}.columns(begin, t);
-    ColumnGroups groups = ColumnGroups::all_global();
-    if constexpr (kMasked) groups = ColumnGroups::of(visible, p.exact_window, warp_uniform(position), begin);
-    float4 rows[kOwnsKeys ? 1 : 2];
-    float of_rows[2] = {kMasked ? 0.f : 1.f, kMasked ? 0.f : 1.f};  // of rows that are keys: exponents, in whole tiles factors
+    uint32_t local[2][kStream / 32], flows[2][kStream / 32];
+    if constexpr (kSelects) local_columns(local, p.exact_window, position, begin, t);
+    // In registers, so that they are selected by one instruction.
+    if constexpr (kSelects) score.c = ptx::compute_first(score.c), score.scale = ptx::compute_first(score.scale);
+    float2 rows[2];  // exponents and their rounding errors, which matter where keys may come after queries
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      rows[half] = make_float2(0.f, 0.f);
+      if constexpr (kDecays) rows[half] = make_float2(decay.of_rows[half], kMasks ? decay.errors[half] : 0.f);
       if constexpr (!kOwnsKeys) {
-        rows[half] = row_scores[half];
-        if constexpr (kDecays && !kTakesPairs) rows[half] = Score::decay_row(rows[half], decay.of_rows[half]);
-      } else if constexpr (kDecays && !kTakesPairs) {
-        of_rows[half] = kMasked ? decay.of_rows[half] : ptx::exp2_approx(decay.of_rows[half]);
+        const float2 sum = exact_sum(row_scores[half].z, rows[half].x);
+        rows[half] = make_float2(sum.x, sum.y + rows[half].y);
+      }
+#pragma unroll
+      for (int i = 0; i < kStream / 32; ++i) {  // a pair of a token with itself does not decay
+        const int own = position + 8 * half - begin;
+        flows[half][i] = visible[half][i] & ~((low_bits(own + 1, i) & ~low_bits(own, i)) >> (2 * t));
       }
     }
-    // Calls `pair_of` for the pairs of a group, with the index of the accumulator, x, dp - delta, the row, and of the key its exponent,
-    // in whole tiles its factor.
-    const auto for_each_pair = [&](int group, auto is_mixed, const auto& pair_of) {
-      constexpr bool kMixed = decltype(is_mixed)::value;
 #pragma unroll
-      for (int j = ColumnGroups::kBlocks * group; j < ColumnGroups::kBlocks * (group + 1); ++j) {
-        const int column = 8 * j + 2 * t;
-        float4 of_columns[2];
-        float2 sums[2], keys = make_float2(kMasked ? 0.f : 1.f, kMasked ? 0.f : 1.f);
-        if constexpr (kOwnsKeys && !kTakesPairs) {
-          const uint32_t scores = columns + column * static_cast<int>(sizeof(float4));
-          of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
+    for (int j = 0; j < kStream / 8; ++j) {
+      const int column = 8 * j + 2 * t;
+      float2 queries[2], keys = make_float2(0.f, 0.f), errors = make_float2(0.f, 0.f);
+      if constexpr (kOwnsKeys) load_queries<1>(queries, columns, column);
+      else if constexpr (kDecays) keys = decay.columns(columns, column);
+      if constexpr (kDecays && kMasks) errors = decay.columns(columns + ColumnTile::kErrors, column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 4 * j + e, half = e / 2;
+        const float centred = d[i] - (kOwnsKeys ? queries[e % 2].y : row_scores[half].w);
+        float exponent = rows[half].x + (kOwnsKeys ? queries[e % 2].x : e % 2 == 0 ? keys.x : keys.y);
+        if constexpr (kDecays && kMasks) exponent += rows[half].y + (e % 2 == 0 ? errors.x : errors.y);
+        DecayedPair pair;
+        if constexpr (kSelects) {
+          const bool is_local = is_visible(local, i);
+          pair = score.pair(is_local, s[i], centred, fmaf(is_local ? score.c : 0.f, s[i], exponent));
+        } else {
+          pair = score.local_pair(centred, fmaf(score.c, s[i], exponent));
         }
-        if constexpr (kTakesPairs) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
-            sums[e] = decay.sum_of_column(begin + column + e);
-          }
-        } else if constexpr (kDecays && !kOwnsKeys) {
-          keys = decay.columns(columns, column);
-          if constexpr (!kMasked) keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = 4 * j + e;
-          const float4& row = kOwnsKeys ? of_columns[e % 2] : rows[e / 2];
-          float of_key;
-          if constexpr (kTakesPairs) of_key = decay.factor(sums[e % 2], e / 2);
-          else of_key = kOwnsKeys ? of_rows[e / 2] : e % 2 == 0 ? keys.x : keys.y;
-          const DecayedPair pair = pair_of(i, s[i], d[i] - row.z, row, of_key);
-          const bool counts = !kMixed || is_visible(visible, i);
-          if constexpr (kDecays) {  // a pair of a token with itself does not decay
-            const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
-            const bool itself = kMixed && (kOwnsKeys ? other + p.causal_offset == own : own + p.causal_offset == other);
-            flow[e / 2] += counts && !itself ? pair.flow : 0.f;
-          }
+        if constexpr (kMasks) {
+          if constexpr (kDecays) flow[half] += is_visible(flows, i) ? pair.flow : 0.f;
+          const bool counts = is_visible(visible, i);
           d[i] = counts ? pair.ds : 0.f;
           if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
+        } else {
+          set_pair(i, pair);
         }
       }
-    };
+    }
+  }
+
+  __device__ __forceinline__ void set_pair(int i, const DecayedPair& pair) {
+    d[i] = pair.ds;
+    if constexpr (kOwnsKeys) s[i] = pair.p;
+    if constexpr (kDecays) flow[i / 2 % 2] += pair.flow;
+  }
+
+  // Loads a half of the row scores of two neighbouring queries.
+  template <int kHalf>
+  static __device__ __forceinline__ void load_queries(float2 (&queries)[2], uint32_t columns, int column) {
 #pragma unroll
-    for (int group = 0; group < kStream / (8 * ColumnGroups::kBlocks); ++group) {
-      if constexpr (!kMasked) {
-        for_each_pair(group, std::false_type(), [&](int, float x, float centred, const float4& row, float factor) {
-          return score.global_pair(x, centred, kDecays ? row.y * factor : row.y);
-        });
-      } else if (groups.is_hidden(group)) {
-#pragma unroll
-        for (int i = 4 * ColumnGroups::kBlocks * group; i < 4 * ColumnGroups::kBlocks * (group + 1); ++i) {
-          d[i] = 0.f;
-          if constexpr (kOwnsKeys) s[i] = 0.f;
-        }
-      } else if (groups.is_local(group)) {
-        for_each_pair(group, std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
-          return score.pair(true, x, centred, score.exponent(true, x, row.x + e));
-        });
-      } else if (groups.is_global(group)) {
-        for_each_pair(group, std::false_type(), [&](int, float x, float centred, const float4& row, float e) {
-          return score.global_pair(x, centred, ptx::exp2_approx(row.x + e));
-        });
-      } else {
-        for_each_pair(group, std::true_type(), [&](int i, float x, float centred, const float4& row, float e) {
-          const bool local = is_local.has(i);
-          return score.pair(local, x, centred, score.exponent(local, x, row.x + e));
-        });
-      }
+    for (int e = 0; e < 2; ++e) {
+      queries[e] = ptx::load_shared_f32x2(columns + (column + e) * static_cast<int>(sizeof(float4)) + kHalf * static_cast<int>(sizeof(float2)));
     }
   }
 
@@ -413,17 +423,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
   // Tiles of `block` that the `count` rows from `row` on see.
   const auto tiles_of = [&](const WorkTileInfo& work_tile, int row, int count, Range block) {
     const int last = min(row + count, rows) - 1;
-    TileRanges tiles;
-    if constexpr (kOwnsKeys) {
-      tiles = query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
-    } else {
-      tiles = key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
-    }
-    if constexpr (Score::kHasLocalKeys) {
-      const int offset = kOwnsKeys ? -p.causal_offset : p.causal_offset, none = kOwnsKeys ? tiles.seen.end : tiles.seen.begin;
-      tiles.whole = without_local_tiles<Tile::kStream>(tiles.whole, p.exact_window, row + offset, last + offset, {none, none});
-    }
-    return tiles;
+    if constexpr (kOwnsKeys) return query_tile_ranges<Tile::kStream>(visibility(work_tile), row, last, block);
+    else return key_tile_ranges<Tile::kStream>(visibility(work_tile), kept, work_tile.batch, row, last, block);
   };
   const auto tiles_of_block = [&](const WorkTileInfo& work_tile) { return tiles_of(work_tile, work_tile.row, Tile::kBlockRows, kAllTiles).seen; };
 
@@ -522,36 +523,56 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           return NoTileDecay();
         }
       }();
+      const auto of_lane = [&] {
+        if constexpr (Score::kHasLocalKeys) return LaneVisibility<kOwnsKeys>(visibility(work_tile), lane_row);
+        else return visibility(work_tile);
+      }();
       uint32_t visible[2][Tile::kStream / 32];
       // Converts S and D of the i-th tile of a head, which is in the stage, to P and dS.
       int head_streamed = 0;
-      const auto differentiate = [&](auto is_masked, int i, RingPosition at) {
-        constexpr bool kMasked = decltype(is_masked)::value;
-        if constexpr (kMasked) {
+      const auto differentiate = [&](auto kind, int i, RingPosition at) {
+        constexpr TileKind kKind = decltype(kind)::value;
+        if constexpr (kMasksPairs<kKind>) {
           if constexpr (kOwnsKeys) {
-            visible_queries(visible, visibility(work_tile), first + i, lane_row, t);
+            visible_queries(visible, of_lane, first + i, lane_row, t);
           } else {
-            visible_keys(visible, visibility(work_tile), kept, work_tile.batch, first - i, lane_row, t);
+            visible_keys(visible, of_lane, kept, work_tile.batch, first - i, lane_row, t);
           }
         }
         const float4* streamed = nullptr;
         if constexpr (kOwnsKeys && kHasDecay<Visibility>) {
           streamed = row_scores + (static_cast<int64_t>(work_tile.batch) * p.h + work_tile.first_head + head_streamed) * rows_per_head;
         }
-        sums.template differentiate<kMasked>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
+        sums.template differentiate<kKind>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
                                              p, streamed);
       };
 
-      // Without overlap: `visit` computes P and dS of the current stage, the i-th tile of its head, and add_tile adds it to the
-      // sums.
-      const auto visit = [&](auto is_masked, int i) {
+      const std::integral_constant<TileKind, TileKind::kWhole> all_visible;
+      const std::integral_constant<TileKind, TileKind::kMixed> mixed;
+      // An exact window: the kinds of the seen tiles, and `differentiate` for the kind of a tile.
+      TileKinds kinds{};
+      if constexpr (Score::kHasLocalKeys) {
+        const int position = kOwnsKeys ? row - p.causal_offset : row + p.causal_offset;
+        kinds = tile_kinds<Tile::kStream>(tiles, p.exact_window, position, position + min(Tile::kRows, rows - row) - 1);
+      }
+      const auto differentiate_by_kind = [&](int i, RingPosition at) {
+        with_kind(kinds.kind_of(kOwnsKeys ? first + i : first - i), [&](auto kind) { differentiate(kind, i, at); });
+      };
+
+      // Without overlap: `score_tile` computes S and D of the current stage, `visit` also P and dS of this i-th tile of its head, and
+      // add_tile adds it to the sums.
+      const auto score_tile = [&] {
         ring.wait_until_full(at);
         wgmma_fence();
         sums.start_scores(x_tile, stage_of(at));
         wgmma_wait<0>();
         keep(sums.s);
         keep(sums.d);
-        differentiate(is_masked, i, at);
+      };
+      const auto visit = [&](auto kind, int i) {
+        score_tile();
+        if constexpr (Score::kHasLocalKeys) differentiate_by_kind(i, at);
+        else differentiate(kind, i, at);
       };
       const auto add_tile = [&] {
         uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
@@ -573,14 +594,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
         int i = 0;
-        // Starts with P and dS of the current tile and ends with those of the next, the i-th tile of its head.
-        const auto step = [&](auto is_masked) {
-          constexpr bool kMasked = decltype(is_masked)::value;
-          RingPosition next = at;
-          next.template advance<Tile::kStages>();
-          if constexpr (!Visibility::kBoundsBothSides && kMasked) {
-            if (i == 0) skip_tiles(next, in_block - seen);
-          }
+        // Starts S and D of the next tile and adds the current one to the sums; returns as soon as S and D are there.
+        const auto start_next = [&](RingPosition next) {
           ring.wait_until_full(next);
           uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
           sums.pack(packed_p, packed_ds);
@@ -592,7 +607,16 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           wgmma_wait<1>();
           keep(sums.s);
           keep(sums.d);
-          differentiate(is_masked, i, next);
+        };
+        // Starts with P and dS of the current tile and ends with those of the next, the i-th tile of its head.
+        const auto step = [&](auto kind) {
+          RingPosition next = at;
+          next.template advance<Tile::kStages>();
+          if constexpr (!Visibility::kBoundsBothSides && decltype(kind)::value == TileKind::kMixed) {
+            if (i == 0) skip_tiles(next, in_block - seen);
+          }
+          start_next(next);
+          differentiate(kind, i, next);
           wgmma_wait<0>();
           sums.keep_sums();
           ring.release(at, lane);
@@ -601,17 +625,38 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         };
         const auto start = [&] {
           skip_tiles(at, before);
-          visit(std::true_type(), 0);
+          visit(mixed, 0);
           i = 1;
         };
-        if constexpr (Visibility::kBoundsBothSides) {
+        if constexpr (Score::kHasLocalKeys) {
+          // Like below, in a loop that has the code of each kind of tile once.
+          for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
+            skip_tiles(at, before);
+            score_tile();
+            RingPosition previous = at;
+            for (i = 0;; ++i) {
+              differentiate_by_kind(i, at);
+              wgmma_wait<0>();
+              sums.keep_sums();
+              ring.release(previous, lane, i > 0);
+              if (i == seen - 1) break;
+              RingPosition next = at;
+              next.template advance<Tile::kStages>();
+              start_next(next);
+              previous = at, at = next;
+            }
+            release_rows(head_streamed == heads_streamed - 1);
+            add_tile();
+            skip_tiles(at, in_block - seen - before);
+          }
+        } else if constexpr (Visibility::kBoundsBothSides) {
           // Each head by itself: with tables this consumer may skip any number of tiles that others see, and the ring has to
           // turn meanwhile.
           for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
             start();
-            while (i < masked) step(std::true_type());
-            while (i < whole) step(std::false_type());
-            while (i < seen) step(std::true_type());
+            while (i < masked) step(mixed);
+            while (i < whole) step(all_visible);
+            while (i < seen) step(mixed);
             release_rows(head_streamed == heads_streamed - 1);
             add_tile();
             skip_tiles(at, in_block - seen - before);
@@ -620,8 +665,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           static_assert(Tile::kStages >= 2 + Tile::kBlockRows / Tile::kStream, "a step skips tiles and holds one");
           start();
           for (int head = 0; head < heads_streamed; ++head) {
-            while (i < max(masked, 1)) step(std::true_type());
-            while (i < whole) step(std::false_type());
+            while (i < max(masked, 1)) step(mixed);
+            while (i < whole) step(all_visible);
             i = 0;
           }
           release_rows();
@@ -629,8 +674,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         }
       } else {
         int i = 0;
-        const auto step = [&](auto is_masked) {
-          visit(is_masked, i);
+        const auto step = [&](auto kind) {
+          visit(kind, i);
           release_rows(i == seen - 1 && head_streamed == heads_streamed - 1);
           add_tile();
           ++i;
@@ -638,12 +683,16 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
         for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
           i = 0;
           skip_tiles(at, before);
-          while (i < masked) step(std::true_type());
-          while (i < whole) step(std::false_type());
-          if constexpr (Visibility::kBoundsBothSides) {
-            while (i < seen) step(std::true_type());
-            skip_tiles(at, in_block - seen - before);
+          if constexpr (Score::kHasLocalKeys) {
+            while (i < seen) step(mixed);
+          } else {
+            while (i < masked) step(mixed);
+            while (i < whole) step(all_visible);
+            if constexpr (Visibility::kBoundsBothSides) {
+              while (i < seen) step(mixed);
+            }
           }
+          if constexpr (Visibility::kBoundsBothSides) skip_tiles(at, in_block - seen - before);
         }
       }
 

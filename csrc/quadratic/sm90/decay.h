@@ -28,7 +28,8 @@ struct DecayVisibility : TableVisibility {
 template <class Visibility>
 inline constexpr bool kHasDecay = std::is_same_v<Visibility, DecayVisibility>;
 
-// Largest decay within a partly visible tile, in units of log 2, up to which it uses factors of rows and columns.
+// Largest decay within a partly visible tile, in units of log 2, up to which it uses factors of rows and columns. In an exact window:
+// up to which parts of it do that are wholly visible.
 inline constexpr float kMostSpan = 48.f;
 
 // Shared by all columns of a tile; stored after the columns.
@@ -38,10 +39,18 @@ struct TileReference {
   float unused;
 };
 
-// Bytes of a tile of columns with its TileReference. Tiles are contiguous in memory: of all key/value heads, or of the queries
-// of all heads.
-template <class Column, int kTile>
-inline constexpr int kDecayTileBytes = kTile * static_cast<int>(sizeof(Column)) + static_cast<int>(sizeof(TileReference));
+// A tile of columns in memory: factors of keys, or row scores of queries multiplied by their factors. Tiles are contiguous: of all
+// key/value heads, or of the queries of all heads. In an exact window factors are exponents. They are followed, for keys, by the
+// powers and, for both, by the rounding errors of the exponents (of a query, y of its row score).
+template <class Score, bool kOfKeys, int kTile>
+struct DecayTile {
+  using Column = std::conditional_t<kOfKeys, float, float4>;
+  static constexpr int kFloats = kTile * static_cast<int>(sizeof(float));
+  static constexpr int kReference = kTile * static_cast<int>(sizeof(Column));  // offsets in bytes
+  static constexpr int kPowers = kReference + static_cast<int>(sizeof(TileReference));
+  static constexpr int kErrors = kPowers + (kOfKeys ? kFloats : 0);
+  static constexpr int kBytes = Score::kHasLocalKeys ? kErrors + kFloats : kPowers;
+};
 
 // Return G of a token. Positions outside the sequence get the nearest token's G; their pairs have no weight.
 __device__ __forceinline__ float2 decay_sum_of_key(const AttentionParams& p, int state, int key) {
@@ -55,50 +64,73 @@ __device__ __forceinline__ float2 decay_sum_of_query(const AttentionParams& p, i
 // Position of the key whose pair with query 0 does not decay; with a lag there is none, and no key has this position.
 __device__ __forceinline__ int offset_of_own_key(const Problem& p) { return p.lag == 0 ? p.causal_offset : INT_MIN / 2; }
 
-// One block per tile and head, one thread per column. kOfKeys: factors of keys, with the tiles of key/value heads; else row
-// scores (b, h, rows_per_head) of queries multiplied by their factors.
+// One thread per column. tiles: per head. kOfKeys: factors of keys, with the tiles of key/value heads; else row scores
+// (b, h, rows_per_head) of queries multiplied by their factors.
+inline constexpr int kDecayColumnThreads = 256;
 template <class Score, bool kOfKeys, int kTile>
-__global__ void __launch_bounds__(kTile) decay_columns_kernel(const AttentionParams p, const int tiles, const float4* row_scores,
-                                                               const int rows_per_head, uint8_t* result) {
-  using Column = std::conditional_t<kOfKeys, float, float4>;
-  const int64_t head = blockIdx.x / tiles;
-  const int begin = static_cast<int>(blockIdx.x % tiles) * kTile, column = static_cast<int>(threadIdx.x);
+__global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(const AttentionParams p, const int tiles,
+                                                                            const float4* row_scores, const int rows_per_head,
+                                                                            uint8_t* result) {
+  using Tile = DecayTile<Score, kOfKeys, kTile>;
+  const int64_t index = int64_t{blockIdx.x} * (kDecayColumnThreads / kTile) + threadIdx.x / kTile, head = index / tiles;
+  if (head >= int64_t{p.b} * (kOfKeys ? p.hk : p.h)) return;
+  const int begin = static_cast<int>(index % tiles) * kTile, column = static_cast<int>(threadIdx.x % kTile);
   const int state = static_cast<int>(kOfKeys ? head : head / (p.h / p.hk));
-  uint8_t* tile = result + static_cast<int64_t>(blockIdx.x) * kDecayTileBytes<Column, kTile>;
-  Column* columns = reinterpret_cast<Column*>(tile);
+  uint8_t* tile = result + index * Tile::kBytes;
+  auto* columns = reinterpret_cast<typename Tile::Column*>(tile);
   const auto sum_of = [&](int i) {
     return kOfKeys ? decay_sum_of_key(p, state, begin + i) : decay_sum_of_query(p, state, begin + i);
   };
   const float2 sum = sum_of(column), first = sum_of(0), last = sum_of(kTile - 1);
-  if constexpr (kOfKeys) {
+  const auto floats = [&](int offset) { return reinterpret_cast<float*>(tile + offset); };
+  if constexpr (kOfKeys && Score::kHasLocalKeys) {
+    const float2 exponent = exact_decay(last, sum);
+    columns[column] = exponent.x;
+    floats(Tile::kPowers)[column] = ptx::exp2_approx(exponent.x);
+    floats(Tile::kErrors)[column] = exponent.y;
+  } else if constexpr (kOfKeys) {
     columns[column] = Score::key_factor(decay(last, sum));
   } else {
-    columns[column] = Score::decay_row(row_scores[head * rows_per_head + begin + column], Score::query_factor(decay(sum, first)));
+    const float4 row = row_scores[head * rows_per_head + begin + column];
+    if constexpr (Score::kHasLocalKeys) {
+      const float2 exponent = exact_decay(sum, first), y = exact_sum(row.z, exponent.x);
+      columns[column] = Score::row_of(y.x, row.w);
+      floats(Tile::kErrors)[column] = y.y + exponent.y;
+    } else {
+      columns[column] = Score::decay_row(row, Score::query_factor(decay(sum, first)));
+    }
   }
   if (column == 0) {
-    *reinterpret_cast<TileReference*>(tile + kTile * sizeof(Column)) = {kOfKeys ? last : first, -decay(last, first), 0.f};
+    *reinterpret_cast<TileReference*>(tile + Tile::kReference) = {kOfKeys ? last : first, -decay(last, first), 0.f};
   }
 }
 
 inline size_t key_factor_bytes(const AttentionParams& p, int tile) {
-  return static_cast<size_t>(p.b) * p.hk * ((p.m + tile - 1) / tile) * (tile * sizeof(float) + sizeof(TileReference));
+  const size_t floats = p.exact_window > 0 ? 3 : 1;  // of a key: DecayTile
+  return static_cast<size_t>(p.b) * p.hk * ((p.m + tile - 1) / tile) * (tile * floats * sizeof(float) + sizeof(TileReference));
+}
+template <class Score, bool kOfKeys, int kTile>
+void launch_decay_columns(const char* name, const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result,
+                          cudaStream_t stream) {
+  const int tiles = ((kOfKeys ? p.m : p.n) + kTile - 1) / kTile;
+  constexpr int kTilesPerBlock = kDecayColumnThreads / kTile;
+  const int64_t blocks = (int64_t{p.b} * (kOfKeys ? p.hk : p.h) * tiles + kTilesPerBlock - 1) / kTilesPerBlock;
+  launch_kernel(name, decay_columns_kernel<Score, kOfKeys, kTile>, grid_1d(blocks), kDecayColumnThreads, 0, stream, p, tiles, row_scores,
+                rows_per_head, static_cast<uint8_t*>(result));
 }
 template <class Score, int kTile>
 void fill_key_factors(const AttentionParams& p, void* result, cudaStream_t stream) {
-  const int tiles = (p.m + kTile - 1) / kTile;
-  launch_kernel("decay_keys", decay_columns_kernel<Score, true, kTile>, grid_1d(int64_t{p.b} * p.hk * tiles), kTile, 0, stream, p, tiles,
-                static_cast<const float4*>(nullptr), 0, static_cast<uint8_t*>(result));
+  launch_decay_columns<Score, true, kTile>("decay_keys", p, nullptr, 0, result, stream);
 }
 
 inline constexpr int kDecayQueries = 64;  // queries per tile
 inline size_t decayed_row_score_bytes(const Problem& p) {
-  return static_cast<size_t>(p.b) * p.h * ((p.n + kDecayQueries - 1) / kDecayQueries) * kDecayTileBytes<float4, kDecayQueries>;
+  using Tile = DecayTile<ExactWindowScore, false, kDecayQueries>;  // the largest
+  return static_cast<size_t>(p.b) * p.h * ((p.n + kDecayQueries - 1) / kDecayQueries) * Tile::kBytes;
 }
 template <class Score>
 void decay_row_scores(const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result, cudaStream_t stream) {
-  const int tiles = (p.n + kDecayQueries - 1) / kDecayQueries;
-  launch_kernel("decay_queries", decay_columns_kernel<Score, false, kDecayQueries>, grid_1d(int64_t{p.b} * p.h * tiles), kDecayQueries,
-                0, stream, p, tiles, row_scores, rows_per_head, static_cast<uint8_t*>(result));
+  launch_decay_columns<Score, false, kDecayQueries>("decay_queries", p, row_scores, rows_per_head, result, stream);
 }
 
 // In place of TileDecay in calls without decay.
@@ -111,11 +143,12 @@ struct NoTileDecay {
 // kTile: columns per tile.
 template <class Score, bool kOwnsKeys, int kTile>
 struct TileDecay {
-  using Column = std::conditional_t<kOwnsKeys, float4, float>;
+  using Tile = DecayTile<Score, !kOwnsKeys, kTile>;
   const AttentionParams& p;
   int state;  // key/value head over the whole batch
   float2 rows[2];     // G of the rows
   float of_rows[2];   // factors of the rows in the current tile
+  float errors[2];    // of an exact window, in partly visible tiles: rounding errors of these exponents
   bool takes_pairs;   // whether the current tile needs a factor per pair
 
   __device__ __forceinline__ TileDecay(const AttentionParams& p, int state, int row) : p(p), state(state) {
@@ -128,12 +161,18 @@ struct TileDecay {
   // Prepares a tile. columns: shared-memory address of its columns.
   template <bool kMasked>
   __device__ __forceinline__ void start(uint32_t columns) {
-    const float4 reference = ptx::load_shared_f32x4(columns + kTile * static_cast<int>(sizeof(Column)));
+    const float4 reference = ptx::load_shared_f32x4(columns + Tile::kReference);
     const float2 sum = make_float2(reference.x, reference.y);
     takes_pairs = kMasked && reference.z > kMostSpan;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      of_rows[half] = Score::key_factor(kOwnsKeys ? decay(sum, rows[half]) : decay(rows[half], sum));
+      const float2 &later = kOwnsKeys ? sum : rows[half], &earlier = kOwnsKeys ? rows[half] : sum;
+      if constexpr (Score::kHasLocalKeys && kMasked) {
+        const float2 exponent = exact_decay(later, earlier);
+        of_rows[half] = exponent.x, errors[half] = exponent.y;
+      } else {
+        of_rows[half] = Score::key_factor(decay(later, earlier));
+      }
     }
   }
 

@@ -250,6 +250,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
       // Processes a tile, and computes dQ of the previous one, except at the first tile of a work tile.
       const auto visit = [&](auto is_masked, auto is_first) {
         constexpr bool kMasked = decltype(is_masked)::value, kDq = !decltype(is_first)::value;
+        constexpr TileKind kKind = kMasked ? TileKind::kMixed : TileKind::kWhole;
         ring.wait_until_full(at);
         wgmma_fence();
         sums.start_scores(x_tile, stage_of(at));
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         keep(sums.s);
         keep(sums.d);
         if constexpr (kMasked) visible_queries_of_kept(visible, sees, tile, lane_row, t, keeps);
-        sums.template differentiate<kMasked>(stage_of(at), visible, decay, tile * Tile::kStream, lane_row, p, /*streamed=*/nullptr);
+        sums.template differentiate<kKind>(stage_of(at), visible, decay, tile * Tile::kStream, lane_row, p, /*streamed=*/nullptr);
         uint32_t packed_p[Tile::kStream / 4], packed_ds[Tile::kStream / 4];
         sums.pack(packed_p, packed_ds);
         keep(packed_p);

@@ -46,12 +46,15 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kRows = 64;  // per consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   static constexpr int kKeys = KeptWords::kKeysPerBlock;
+  static constexpr int kPart = 64, kParts = kKeys / kPart;  // parts of a tile with kinds of their own, in an exact window
   static constexpr int kStages = kHeadDim <= 64 ? 5 : 3;
   static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // per consumer; 2: the next queries load early
-  static constexpr bool kTakesTurns = Score::kFollowsRowMax;
+  static constexpr bool kTakesTurns = Score::kFollowsRowMax && !Score::kHasLocalKeys;
   // Queries as an operand in registers. From shared memory the products would read them again for each tile, and with K, V and
-  // the loads that takes almost as long as the products. Other scores and decays need the registers.
-  static constexpr bool kKeepsQueries = kHeadDim >= 96 && !Score::kFollowsRowMax && !Visibility::kHasTables;
+  // the loads that takes almost as long as the products. Exact windows have registers for them up to head dim 64; softmax and decays
+  // need the registers.
+  static constexpr bool kKeepsQueries =
+      Score::kHasLocalKeys ? kHeadDim <= 64 : kHeadDim >= 96 && !Score::kFollowsRowMax && !Visibility::kHasTables;
 
   using QueryTile = SwizzledTile<kRows, kHeadDim>;
   using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // also for values
@@ -61,7 +64,10 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueries = kStages * kStageBytes;  // from here on: offsets in shared memory
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kFactorBytes = kHasDecay<Visibility> ? kDecayTileBytes<float, kKeys> : 0;  // per stage
+  using FactorTile = DecayTile<Score, true, kKeys>;
+  // Whether shared memory has room for powers and rounding errors too.
+  static constexpr bool kLoadsAllFactors = kHeadDim <= 96;
+  static constexpr int kFactorBytes = !kHasDecay<Visibility> ? 0 : kLoadsAllFactors ? FactorTile::kBytes : FactorTile::kPowers;  // per stage
   static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
   static constexpr int kEnd = kFactors + kStages * kFactorBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
@@ -91,6 +97,7 @@ struct QuadraticFwdRows {
   using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
   using ScoreProduct = Wgmma<Math, Tile::kKeys>;
   using ValueProduct = Wgmma<Math, kHeadDim>;
+  static constexpr bool kDecays = kHasDecay<Visibility>;
 
   float o[kHeadDim / 2];
   float s[Tile::kKeys / 2];  // scores, then weights
@@ -136,16 +143,6 @@ struct QuadraticFwdRows {
     for (int i = 0; i < Tile::kKeys / 4; ++i) w[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Converts the scores of the tile that begins at key_begin to weights. visible: bits of visible_keys. factors: shared-memory
-  // address of the keys' decay factors. local: the rows of an exact window. shrink: set to the factors for the sums so far.
-  template <bool kMasked, class Decay>
-  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay, uint32_t factors,
-                                        int key_begin, const LocalKeys& local, float (&shrink)[2]) {
-    if constexpr (!Score::kHasLocalKeys) weigh_by_score<kMasked>(score, visible, decay, factors, key_begin, shrink);
-    else if constexpr (kMasked) weigh_by_distance(score, visible, decay, factors, key_begin, local, shrink);
-    else weigh_global(score, decay, factors, shrink);
-  }
-
   __device__ __forceinline__ void shrink_output(const float (&shrink)[2]) {
     if constexpr (Score::kFollowsRowMax) {
 #pragma unroll
@@ -153,10 +150,11 @@ struct QuadraticFwdRows {
     }
   }
 
- private:
+  // Converts the scores of the tile that begins at key_begin to weights. visible: bits of visible_keys. factors: shared-memory
+  // address of the keys' decay factors. shrink: set to the factors for the sums so far.
   template <bool kMasked, class Decay>
-  __device__ __forceinline__ void weigh_by_score(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay,
-                                                 uint32_t factors, int key_begin, float (&shrink)[2]) {
+  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay,
+                                        uint32_t factors, int key_begin, float (&shrink)[2]) {
     if constexpr (kHasDecay<Visibility>) {
       decay.template start<kMasked>(factors);
       if (kMasked && decay.takes_pairs) {
@@ -206,6 +204,9 @@ struct QuadraticFwdRows {
     }
   }
 
+  // An exact window: begins with a reference for a row's global keys. y: of the key that decays least; without global keys, kNoReference.
+  __device__ __forceinline__ void begin_reference(int half, float y) { reference[half] = y; }
+
   __device__ __forceinline__ void raise_reference(int half, float largest, float (&shrink)[2]) {
     const float raised = fmaxf(reference[half], largest);
     shrink[half] = ptx::exp2_approx(reference[half] - raised);
@@ -213,146 +214,162 @@ struct QuadraticFwdRows {
     z[half] *= shrink[half];
   }
 
-  // An exact window: any tile.
-  template <class Decay>
-  __device__ __forceinline__ void weigh_by_distance(const Score& score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay,
-                                                    uint32_t factors, int key_begin, const LocalKeys& local, float (&shrink)[2]) {
+  // An exact window: tiles with local keys or partly visible ones, in parts of kPart keys. of_visible: sets visible keys of a part.
+  // errors: those of the keys' exponents, in global memory. The references cover global keys already.
+  template <class Decay, class OfVisible>
+  __device__ __forceinline__ void weigh_parts(Score score, TileKind (&kinds)[Tile::kParts], const OfVisible& of_visible,
+                                              Decay& decay, uint32_t factors, const float* errors, int key_begin, int window, int position,
+                                              float (&shrink)[2]) {
     decay.template start<true>(factors);
-    if constexpr (kHasDecay<Visibility>) {
-      if (decay.takes_pairs) {
-        weigh_groups<true>(score, visible, {0u, 0u, 0u}, decay, factors, key_begin, local, shrink);
-        return;
+    constexpr int kWords = Tile::kPart / 32, kBlocks = Tile::kPart / 8;
+    const int t = lane_index() % 4;
+    // In registers, so that it is selected by one instruction.
+    score.c = ptx::compute_first(score.c);
+    float2 rows[2] = {make_float2(0.f, 0.f), make_float2(0.f, 0.f)};  // exponents and their rounding errors
+    if constexpr (kDecays) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) rows[half] = make_float2(decay.of_rows[half], decay.errors[half]);
+      // Rounding errors matter where factors may be large.
+#pragma unroll
+      for (TileKind& kind : kinds) {
+        if (decay.takes_pairs && kind != TileKind::kHidden) kind = TileKind::kMixed;
       }
     }
-    const ColumnGroups groups = ColumnGroups::of(visible, local.window, warp_uniform(local.position), key_begin);
-    weigh_groups<false>(score, visible, groups, decay, factors, key_begin, local, shrink);
-  }
-
-  // kTakesPairs: each pair has an exponent of its own, and all groups are mixed.
-  template <bool kTakesPairs, class Decay>
-  __device__ __forceinline__ void weigh_groups(const Score& score, const uint32_t (&visible)[2][Tile::kKeys / 32],
-                                               const ColumnGroups& groups, const Decay& decay, uint32_t factors, int key_begin,
-                                               const LocalKeys& local, float (&shrink)[2]) {
-    const int t = lane_index() % 4;
-    const LocalColumns is_local = local.columns(key_begin, t);
-    float of_rows[2] = {0.f, 0.f};
-    if constexpr (kHasDecay<Visibility> && !kTakesPairs) of_rows[0] = decay.of_rows[0], of_rows[1] = decay.of_rows[1];
     const auto of_keys = [&](int j) {
-      if constexpr (kHasDecay<Visibility> && !kTakesPairs) return decay.columns(factors, 8 * j + 2 * t);
+      if constexpr (kDecays) return load_factors(factors, 8 * j + 2 * t);
       else return make_float2(0.f, 0.f);
     };
-    int first_key = key_begin + 2 * t;
-    const auto of_pair = [&](int j, int i, const float2& keys) {
-      if constexpr (kTakesPairs) return decay.factor(decay.sum_of_column(first_key + 8 * j + i % 2), i / 2);
-      else return of_rows[i / 2] + (i % 2 == 0 ? keys.x : keys.y);
+    const auto errors_of_keys = [&](int j) {
+      float2 x = make_float2(0.f, 0.f);
+      if constexpr (kDecays && Tile::kLoadsAllFactors) {
+        x = load_factors(factors + Tile::FactorTile::kErrors, 8 * j + 2 * t);
+      } else if constexpr (kDecays) {
+        if (decay.takes_pairs) x = ptx::load_global_here(reinterpret_cast<const float2*>(errors + 8 * j + 2 * t));
+      }
+      return x;
     };
-
-    constexpr int kBlocks = ColumnGroups::kBlocks;
-
-    float largest[2] = {-INFINITY, -INFINITY};
+    // Calls run(i, exponent of the pair) for the accumulators of a part.
+    const auto for_each_pair = [&](auto kind, int part, const auto& run) {
+      constexpr bool kMixed = decltype(kind)::value == TileKind::kMixed;
 #pragma unroll
-    for (int group = 0; group < Tile::kKeys / (8 * kBlocks); ++group) {
-      if (!kTakesPairs && groups.is_hidden(group)) continue;
-      if (!kTakesPairs && groups.is_local(group)) {  // x becomes y
+      for (int j = kBlocks * part; j < kBlocks * (part + 1); ++j) {
+        const float2 keys = of_keys(j);
+        float2 of_errors;
+        if constexpr (kMixed) of_errors = errors_of_keys(j);
 #pragma unroll
-        for (int j = kBlocks * group; j < kBlocks * (group + 1); ++j) {
-          const float2 keys = of_keys(j);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float& x = s[4 * j + i];
-            x = score.exponent(true, x, of_pair(j, i, keys));
-            largest[i / 2] = fmaxf(largest[i / 2], x);
-          }
-        }
-      } else if (!kTakesPairs && groups.is_global(group)) {  // the last key decays least
-        const float2 keys = of_keys(kBlocks * (group + 1) - 1);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) largest[half] = fmaxf(largest[half], of_rows[half] + keys.y);
-      } else {
-#pragma unroll
-        for (int j = kBlocks * group; j < kBlocks * (group + 1); ++j) {
-          const float2 keys = of_keys(j);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float y = score.exponent(is_local.has(4 * j + i), s[4 * j + i], of_pair(j, i, keys));
-            largest[i / 2] = fmaxf(largest[i / 2], is_visible(visible, 4 * j + i) ? y : -INFINITY);
-          }
+        for (int i = 0; i < 4; ++i) {
+          float exponent = rows[i / 2].x + (i % 2 == 0 ? keys.x : keys.y);
+          if constexpr (kMixed && kDecays) exponent += rows[i / 2].y + (i % 2 == 0 ? of_errors.x : of_errors.y);
+          run(4 * j + i, exponent);
         }
       }
+    };
+
+    uint32_t visible[Tile::kParts][2][kWords], local[Tile::kParts][2][kWords];
+    float largest[2] = {-INFINITY, -INFINITY};  // of local keys
+    // Finds these, and sets the scores of parts without global keys to y.
+    const auto prepare = [&](auto kind, int part) {
+      constexpr TileKind kKind = decltype(kind)::value;
+      if constexpr (kKind == TileKind::kWhole) return;
+      if constexpr (kMasksPairs<kKind>) of_visible(visible[part], part);
+      if constexpr (kSelectsPairs<kKind>) local_columns(local[part], window, position, key_begin + part * Tile::kPart, t);
+      for_each_pair(kind, part, [&](int i, float exponent) {
+        float y = ptx::compute_first(fmaf(score.c, s[i], exponent));
+        const int in_part = i % (Tile::kPart / 2);
+        bool counts = true;
+        if constexpr (kMasksPairs<kKind>) counts = is_visible(visible[part], in_part);
+        if constexpr (kSelectsPairs<kKind>) counts = counts && is_visible(local[part], in_part);
+        y = counts ? y : -INFINITY;
+        if constexpr (!kSelectsPairs<kKind>) s[i] = y;
+        largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], y);
+      });
+    };
+#pragma unroll
+    for (int part = 0; part < Tile::kParts; ++part) {
+      if (kinds[part] != TileKind::kHidden) with_kind(kinds[part], [&](auto kind) { prepare(kind, part); });
     }
-    typename PolynomialScore::DecayedRow rows[2];
+    PolynomialScore::DecayedRow global_rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       raise_reference(half, quad_max(largest[half]), shrink);
-      rows[half] = score.global.decayed_row(ptx::exp2_approx(of_rows[half] - reference[half]));
-      of_rows[half] -= reference[half];
+      const float2 relative = exact_sum(rows[half].x, -reference[half]);
+      rows[half] = make_float2(relative.x, relative.y + rows[half].y);
+      global_rows[half] = score.global.decayed_row(ptx::exp2_approx(relative.x));
     }
-    // The second loop loads decays again. Kept from the first one, they would take too many registers.
-    first_key = static_cast<int>(ptx::keep_in_register(first_key));
-#pragma unroll
-    for (int group = 0; group < Tile::kKeys / (8 * kBlocks); ++group) {
-      float* const x = s + 4 * kBlocks * group;
-      if (!kTakesPairs && groups.is_hidden(group)) {
-#pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) x[i] = 0.f;
-        continue;
-      }
-      if (!kTakesPairs && groups.is_local(group)) {
-#pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) x[i] = ptx::exp2_approx(x[i] - reference[i / 2 % 2]);
+    const auto weigh_part = [&](auto kind, int part) {
+      constexpr TileKind kKind = decltype(kind)::value;
+      if constexpr (kKind == TileKind::kWhole) {
+        weigh_global_keys(global_rows, factors, kBlocks * part, kBlocks * (part + 1));
+      } else if constexpr (kSelectsPairs<kKind>) {
+        for_each_pair(kind, part, [&](int i, float exponent) {
+          const int in_part = i % (Tile::kPart / 2);
+          const bool is_local = is_visible(local[part], in_part);
+          const float power = ptx::exp2_approx(fmaf(is_local ? score.c : 0.f, s[i], exponent));
+          const float of_global = ptx::compute_first(score.global.weight(s[i]) * power);
+          s[i] = is_local ? power : of_global;
+          if constexpr (kMasksPairs<kKind>) s[i] = is_visible(visible[part], in_part) ? s[i] : 0.f;
+        });
       } else {
-        const bool is_global = !kTakesPairs && groups.is_global(group);
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          const int j = kBlocks * group + block;
-          const float2 keys = of_keys(j);
-          if (is_global) {
-            const float of_columns[2] = {ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y)};
+        for (int i = Tile::kPart / 2 * part; i < Tile::kPart / 2 * (part + 1); ++i) {
+          s[i] = ptx::exp2_approx(s[i] - reference[i / 2 % 2]);
+        }
+      }
+    };
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[4 * block + i] = rows[i / 2].at(x[4 * block + i], of_columns[i % 2]);
-          } else {
+    for (int part = 0; part < Tile::kParts; ++part) {
+      if (kinds[part] == TileKind::kHidden) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float& of_pair_x = x[4 * block + i];
-              const bool local = is_local.has(4 * j + i);
-              const float e = kTakesPairs ? of_pair(j, i, keys) - reference[i / 2] : of_pair(j, i, keys);
-              const float weight = score.weight(local, of_pair_x) * ptx::exp2_approx(score.exponent(local, of_pair_x, e));
-              of_pair_x = is_visible(visible, 4 * j + i) ? weight : 0.f;
-            }
-          }
+        for (int i = 0; i < Tile::kPart / 2; ++i) s[Tile::kPart / 2 * part + i] = 0.f;
+      } else {
+        with_kind(kinds[part], [&](auto kind) { weigh_part(kind, part); });
+      }
+    }
+    add_weights();
+  }
+
+  static __device__ __forceinline__ float2 load_factors(uint32_t factors, int column) {
+    return ptx::load_shared_f32x2(factors + column * static_cast<int>(sizeof(float)));
+  }
+
+  // Converts scores of global keys, in blocks of 8, that all rows see.
+  __device__ __forceinline__ void weigh_global_keys(const typename PolynomialScore::DecayedRow (&rows)[2], uint32_t factors, int begin,
+                                                    int end) {
+#pragma unroll
+    for (int j = begin; j < end; ++j) {
+      float2 keys = make_float2(1.f, 1.f);
+      if constexpr (kDecays) {
+        const int column = 8 * j + lane_index() % 4 * 2;
+        if constexpr (Tile::kLoadsAllFactors) {
+          keys = load_factors(factors + Tile::FactorTile::kPowers, column);
+        } else {
+          keys = load_factors(factors, column);
+          keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
         }
       }
 #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) z[i / 2 % 2] += x[i];
+      for (int e = 0; e < 4; ++e) s[4 * j + e] = rows[e / 2].at(s[4 * j + e], e % 2 == 0 ? keys.x : keys.y);
     }
   }
 
-  // An exact window: a tile of global keys that all rows see. The last key decays least.
+  // An exact window: a tile of global keys that all rows see.
   template <class Decay>
-  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors, float (&shrink)[2]) {
+  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors) {
     decay.template start<false>(factors);
     typename PolynomialScore::DecayedRow rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = 0.f;
-      if constexpr (kHasDecay<Visibility>) largest = decay.of_rows[half];
-      raise_reference(half, largest, shrink);
-      rows[half] = score.global.decayed_row(ptx::exp2_approx(largest - reference[half]));
+      float exponent = -reference[half];
+      if constexpr (kDecays) exponent += decay.of_rows[half];
+      rows[half] = score.global.decayed_row(ptx::exp2_approx(exponent));
     }
+    weigh_global_keys(rows, factors, 0, Tile::kKeys / 8);
+    add_weights();
+  }
+
+  __device__ __forceinline__ void add_weights() {
 #pragma unroll
-    for (int j = 0; j < Tile::kKeys / 8; ++j) {
-      float2 keys = make_float2(1.f, 1.f);
-      if constexpr (kHasDecay<Visibility>) {
-        keys = decay.columns(factors, 8 * j + lane_index() % 4 * 2);
-        keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 4 * j + e;
-        s[i] = rows[e / 2].at(s[i], e % 2 == 0 ? keys.x : keys.y);
-        z[e / 2] += s[i];
-      }
-    }
+    for (int i = 0; i < Tile::kKeys / 2; ++i) z[i / 2 % 2] += s[i];
   }
 };
 
@@ -393,6 +410,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   };
 
   const auto factors = [&](RingPosition at) { return base + Tile::kFactors + at.stage * Tile::kFactorBytes; };
+  const auto factors_in_memory = [&](const HeadIndex& head, int tile) {
+    const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
+    return key_factors + (of_head + tile) * Tile::FactorTile::kBytes;
+  };
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
@@ -402,17 +423,12 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   __syncthreads();
   ptx::wait_for_earlier_kernels();
 
-  // Tiles of `block` that the `rows` queries from `row` on see.
-  const auto tiles_of = [&](const HeadIndex& head, int row, int rows, Range block) {
+  // Tiles of kTile keys of `block` that the `rows` queries from `row` on see.
+  const auto tiles_of = [&](auto tile_keys, const HeadIndex& head, int row, int rows, Range block) {
     const int last = min(row + rows, p.n) - 1;
-    TileRanges tiles =
-        key_tile_ranges<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, last, block);
-    if constexpr (Score::kHasLocalKeys) {
-      tiles.whole = without_local_tiles<Tile::kKeys>(tiles.whole, p.exact_window, row + p.causal_offset, last + p.causal_offset,
-                                                     {tiles.seen.begin, tiles.seen.begin});
-    }
-    return tiles;
+    return key_tile_ranges<decltype(tile_keys)::value>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, last, block);
   };
+  const std::integral_constant<int, Tile::kKeys> whole_tiles;
   // If the last block of a head does not fill up, the first block leaves out consumers instead: the last rows see most keys,
   // and no consumer of that block should wait in vain. Consumers that are left out get rows beyond the last one.
   const int rows_of_blocks = order.row_blocks * Tile::kBlockRows;
@@ -423,7 +439,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   };
   const auto tiles_of_block = [&](const WorkTile& work_tile, const HeadIndex& head) {
     const int end = (work_tile.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
-    return tiles_of(head, end - rows, rows, kAllTiles).seen;
+    return tiles_of(whole_tiles, head, end - rows, rows, kAllTiles).seen;
   };
 
   if (consumer == Tile::kConsumers) {
@@ -439,8 +455,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           ring.wait_until_empty(at);
           ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
           if constexpr (kHasDecay<Visibility>) {
-            const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
-            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
+            ptx::bulk_load(factors(at), factors_in_memory(head, tile), Tile::kFactorBytes, ring.full(at));
           }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
@@ -474,7 +489,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
       const int row = row_of(work_tile, consumer);                    // first row of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and lane_row + 8
       TileRanges tiles{{0, 0}, {0, 0}};
-      if (row < p.n) tiles = tiles_of(head, row, Tile::kRows, block_tiles);
+      if (row < p.n) tiles = tiles_of(whole_tiles, head, row, Tile::kRows, block_tiles);
       if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
       const int first_tile = tiles.seen.begin, last_tile = tiles.seen.end - 1;
       const int first_whole = tiles.whole.begin, end_whole = tiles.whole.end;
@@ -501,7 +516,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         query_ring(consumer).release(queries, lane);
       }
       if (tile >= first_tile) {
-        const Visibility sees(p, head.batch * p.hk + head.kv_head);
+        const auto sees = [&] {
+          const Visibility of_head(p, head.batch * p.hk + head.kv_head);
+          if constexpr (Score::kHasLocalKeys) return LaneVisibility<false>(of_head, lane_row);
+          else return of_head;
+        }();
         const Operand<QueryTile> q(query_tile(consumer, queries));
         uint32_t visible[2][Tile::kKeys / 32];
         float shrink[2];
@@ -513,14 +532,41 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }();
 
-        const LocalKeys local{p.exact_window, lane_row + p.causal_offset};
+        TileKinds parts{};
+        if constexpr (Score::kHasLocalKeys) {
+          const Range of_block{block_tiles.begin * Tile::kParts, block_tiles.end * Tile::kParts};
+          const TileRanges in_parts = tiles_of(std::integral_constant<int, Tile::kPart>(), head, row, Tile::kRows, of_block);
+          const int first = row + p.causal_offset;
+          parts = tile_kinds<Tile::kPart>(in_parts, p.exact_window, first, first + min(Tile::kRows, p.n - row) - 1);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int key = nearest_global_key(p, kept, head.batch, sees.keys_of(lane_row + 8 * half), lane_row + 8 * half);
+            float exponent = 0.f;
+            if constexpr (kHasDecay<Visibility>) exponent = decay.factor(decay.sum_of_column(key), half);
+            rows.begin_reference(half, key < 0 ? Score::kNoReference : exponent);
+          }
+        }
         const auto weigh_masked = [&](int tile, uint32_t key_factors) {
-          if constexpr (kHidesKeys<Score, Visibility>) {
+          if constexpr (Score::kHasLocalKeys) {
+            TileKind kinds[Tile::kParts];
+#pragma unroll
+            for (int i = 0; i < Tile::kParts; ++i) kinds[i] = parts.kind_of(tile * Tile::kParts + i);
+            const float* errors = nullptr;
+            if constexpr (kHasDecay<Visibility>) {
+              using FactorTile = typename Tile::FactorTile;
+              errors = reinterpret_cast<const float*>(factors_in_memory(head, tile) + FactorTile::kErrors);
+            }
+            const auto of_visible = [&](uint32_t (&of_part)[2][Tile::kPart / 32], int part) {
+              visible_keys(of_part, sees, kept, head.batch, tile * Tile::kParts + part, lane_row, t);
+            };
+            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, errors, tile * Tile::kKeys, p.exact_window,
+                             lane_row + p.causal_offset, shrink);
+          } else if constexpr (kHidesKeys<Score, Visibility>) {
             hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
-            rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, local, shrink);
+            rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
           } else {
             visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-            rows.template weigh<true>(score, visible, decay, key_factors, tile * Tile::kKeys, local, shrink);
+            rows.template weigh<true>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
           }
         };
 
@@ -531,13 +577,9 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         turns.pass();
         wgmma_wait<0>();
         keep(rows.s);
-        weigh_masked(tile, factors(at));
 
-        // Starts with the weights of the current tile and ends with those of the tile below.
-        const auto step = [&](auto masked, auto raises) {
-          constexpr bool kMasked = decltype(masked)::value, kRaises = decltype(raises)::value;
-          RingPosition below = at;
-          below.advance<Tile::kStages>();
+        // Starts the scores of the tile below and the output of the current one; returns as soon as the scores are there.
+        const auto start_below = [&](RingPosition below) {
           const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
           const Operand<KeyTile> k(base + below.stage * Tile::kStageBytes);
           ring.wait_until_full(below);
@@ -551,30 +593,50 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           turns.pass();
           wgmma_wait<1>();
           keep(rows.s);
+        };
+        // Starts with the weights of the current tile and ends with those of the tile below.
+        const auto step = [&](auto is_masked) {
+          constexpr bool kMasked = decltype(is_masked)::value;
+          RingPosition below = at;
+          below.advance<Tile::kStages>();
+          start_below(below);
           if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
-          else rows.template weigh<false>(score, visible, decay, factors(below), (tile - 1) * Tile::kKeys, local, shrink);
+          else rows.template weigh<false>(score, visible, decay, factors(below), (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
-          if constexpr (kRaises) rows.shrink_output(shrink);
+          rows.shrink_output(shrink);
           ring.release(at, lane);
           at = below;
           --tile;
         };
-        const std::true_type yes;
-        const std::false_type no;
+        const std::true_type masked;
+        const std::false_type all_visible;
         if constexpr (Score::kHasLocalKeys) {
-          // Global keys weigh no more than f(x): after the first whole tile, no other one raises a reference. One loop, so that the
-          // code of partly visible tiles is there once.
-          while (tile > first_tile) {
-            if (tile > end_whole || tile <= first_whole) step(yes, yes);
-            else if (tile == end_whole) step(no, yes);
-            else step(no, no);
+          // Like below, in a loop that has the code of each kind of tile once.
+          RingPosition above = at;
+          for (;;) {
+            bool is_global = true;
+#pragma unroll
+            for (int i = 0; i < Tile::kParts; ++i) is_global = is_global && parts.kind_of(tile * Tile::kParts + i) == TileKind::kWhole;
+            if (is_global) rows.weigh_global(score, decay, factors(at));
+            else weigh_masked(tile, factors(at));
+            wgmma_wait<0>();
+            keep(rows.o);
+            if (!is_global) rows.shrink_output(shrink);
+            ring.release(above, lane, tile < last_tile);
+            if (tile == first_tile) break;
+            RingPosition below = at;
+            below.template advance<Tile::kStages>();
+            start_below(below);
+            above = at, at = below;
+            --tile;
           }
         } else {
-          while (tile > end_whole) step(yes, yes);
-          while (tile > first_whole) step(no, yes);
+          weigh_masked(tile, factors(at));
+          while (tile > end_whole) step(masked);
+          while (tile > first_whole) step(all_visible);
           if constexpr (Visibility::kBoundsBothSides) {
-            while (tile > first_tile) step(yes, yes);
+            while (tile > first_tile) step(masked);
           }
         }
 

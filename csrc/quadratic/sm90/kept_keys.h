@@ -45,6 +45,27 @@ struct KeptWords {
     return keeps_all() || (key < kKeysPerBlock * blocks && (__ldg(words_of(batch) + key / 32) >> (key % 32) & 1u) != 0);
   }
 
+  // The last unmasked key of a range, or the first one; -1 if there is none.
+  template <bool kLast>
+  __device__ __forceinline__ int find(int batch, Range keys) const {
+    if (!keeps_all()) {
+      const int2 kept = __ldg(reinterpret_cast<const int2*>(ranges + batch));
+      keys = {max(keys.begin, kept.x), min(keys.end, kept.y)};
+    }
+    while (keys.begin < keys.end) {
+      const int key = kLast ? keys.end - 1 : keys.begin, first = key / 32 * 32;  // of its word
+      uint32_t word = kLast ? ~0u >> (31 - key % 32) : ~0u << (key % 32);
+      if (!keeps_all()) word &= __ldg(words_of(batch) + key / 32);
+      if (word != 0) {
+        const int found = first + (kLast ? 31 - __clz(word) : __ffs(word) - 1);
+        return keys.contains(found) ? found : -1;
+      }
+      if (kLast) keys.end = first;
+      else keys.begin = first + 32;
+    }
+    return -1;
+  }
+
   // Trims a range of tiles of kTile keys to the tiles from the first to the last one with an unmasked key.
   template <int kTile>
   __device__ __forceinline__ Range trim(int batch, Range tiles) const {

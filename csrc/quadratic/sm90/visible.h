@@ -14,7 +14,7 @@ namespace fastmax {
 // Whether the pair of accumulator i is visible.
 template <int kWords>
 __device__ __forceinline__ bool is_visible(const uint32_t (&visible)[2][kWords], int i) {
-  return (visible[i >> 1 & 1][i >> 4] >> ((i >> 2 & 3) * 8 + (i & 1)) & 1u) != 0;
+  return (visible[i >> 1 & 1][i >> 4] & 1u << ((i >> 2 & 3) * 8 + (i & 1))) != 0;
 }
 
 // Returns word `word` of a bit string whose lowest `count` bits are ones.
@@ -32,6 +32,21 @@ __device__ __forceinline__ int row_again(int row) {
     return row;
   }
 }
+
+// Tables as a lane reads them: the ranges of its rows `row` and row + 8, loaded once.
+template <bool kOfKeys>
+struct LaneVisibility {
+  static constexpr bool kBoundsBothSides = true, kHasTables = true;
+  int row;
+  Range ranges[2];
+
+  __device__ __forceinline__ LaneVisibility(const TableVisibility& sees, int row) : row(row) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) ranges[half] = kOfKeys ? sees.queries_of(row + 8 * half) : sees.keys_of(row + 8 * half);
+  }
+  __device__ __forceinline__ Range keys_of(int query) const { return ranges[(query - row) / 8]; }
+  __device__ __forceinline__ Range queries_of(int key) const { return ranges[(key - row) / 8]; }
+};
 
 // Marks the visible keys of the queries `row` and row + 8. Columns are the 32 kWords keys of a tile. t: lane % 4.
 template <int kWords, class Visibility>

@@ -8,8 +8,8 @@
 // A warpgroup owns 64 rows of x and x2, which stay in shared memory; persistent blocks of two warpgroups. For each tile T (64 features x
 // all channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
 //   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
-// which covers the tiles (s, s) with no special case, as the snapshot has weights for that. The gradient has the layout of an
-// accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
+// which covers the tiles (s, s) with no special case, as the snapshot has weights for that. Where diagonals are packed (snapshot.h), lanes
+// exchange what diagonal tiles give to columns of other lanes, and W of opposite columns. The gradient has the layout of an accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
 // gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 x2 is an operand in
 // registers: read from shared memory for each tile, it would make that slower than the tensor cores.
 //
@@ -49,8 +49,7 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 5;
-  static constexpr int kStageBytes = 2 * State::kTileBytes;
-  static constexpr int kStateStages = State::kTiles / 2;
+  static constexpr int kStageBytes = State::kStateStageBytes;
   static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
   static constexpr bool kIsWide = kHeadDim == 128;
 
@@ -108,10 +107,11 @@ struct GradBlock {
 
   __device__ __forceinline__ uint32_t stage(RingPosition at) const { return stages_at + at.stage * Tile::kStageBytes; }
 
-  __device__ __forceinline__ void load_snapshot(RingPosition at, const char* source) const {
+  __device__ __forceinline__ void load_snapshot(RingPosition at, const char* snapshot, int i) const {
+    const int bytes = Tile::state_stage_bytes(i);
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes);
-    ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source, Tile::kStageBytes, ring.full(at));
+    ring.expect(at, bytes);
+    ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, snapshot + i * Tile::kStageBytes, bytes, ring.full(at));
   }
 
   __device__ __forceinline__ void load_own(RingPosition at, int own, int first_token, int first_y_head, int batch) const {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void produce(const Block& b) {
   for (int index = blockIdx.x; index < b.items.count; index += gridDim.x) {
     const ItemSource source(b.a, b.items, index, b.a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
     for (int i = 0; i < source.state_stages; ++i, at.template advance<Block::kStages>()) {
-      b.load_snapshot(at, source.snapshot + i * Tile::kStageBytes);
+      b.load_snapshot(at, source.snapshot, i);
     }
     for (int own = 0; own < source.own_stages; ++own, at.template advance<Block::kStages>()) {
       b.load_own(at, own, source.token, source.y_head, source.batch);
@@ -226,7 +226,7 @@ struct StageLoads {
     if (b.lane == 0 && b.warp == next.count % Tile::kWarps) {
       const RingPosition at{next.count % kStages, static_cast<uint32_t>(next.count / kStages % 2)};
       const int own = next.stage - queue.state_stages(next.item);
-      if (own < 0) b.load_snapshot(at, queue.snapshot(next.item) + next.stage * Tile::kStageBytes);
+      if (own < 0) b.load_snapshot(at, queue.snapshot(next.item), next.stage);
       else b.load_own(at, own, queue.token(next.item), queue.y_head(next.item), queue.batch(next.item));
     }
     __syncwarp();
@@ -239,7 +239,7 @@ struct StageLoads {
     if constexpr (kLongLoadState) {
       if (b.lane == 0 && b.warp == next.count % Tile::kWarps) {
         const RingPosition at{next.count % kStages, static_cast<uint32_t>(next.count / kStages % 2)};
-        b.load_snapshot(at, queue.snapshot(next.item) + next.stage * Tile::kStageBytes);
+        b.load_snapshot(at, queue.snapshot(next.item), next.stage);
       }
       __syncwarp();
       ++next.count, ++next.stage;
@@ -299,6 +299,54 @@ struct Star {
     }
   }
 };
+
+// The product rule for half of a diagonal tile, a block of columns: of its W this lane has that of its own columns times those at each
+// distance. gradient: the registers of the block.
+template <class RowTile>
+__device__ __forceinline__ void add_diagonal_products(const float* w, const BlockColumns<RowTile>& columns, float* gradient, int t) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t (&words)[3] = columns.words[r];
+    const float x[5] = {ptx::low_bf16(words[0]), ptx::high_bf16(words[0]), ptx::low_bf16(words[1]), ptx::high_bf16(words[1]),
+                        ptx::low_bf16(words[2])};
+    const float* v = w + 2 * r;  // of distance d: 8 d, 8 d + 1
+    float &first = gradient[2 * r], &second = gradient[2 * r + 1];
+    first = fmaf(x[0] + x[0], v[0], first), second = fmaf(x[1] + x[1], v[1], second);
+#pragma unroll
+    for (int distance = 1; distance < 4; ++distance) {
+      first = fmaf(x[distance], v[8 * distance], first), second = fmaf(x[distance + 1], v[8 * distance + 1], second);
+    }
+    // For the other column: this lane's second one, columns of the next lane, or of the one after it.
+    second = fmaf(x[0], v[8], second);
+    const float next_first = fmaf(x[1], v[9], x[0] * v[16]), next_second = fmaf(x[1], v[17], x[0] * v[24]), after_first = x[1] * v[25];
+    const int before = (t + 3) % 4;
+    first += __shfl_sync(0xffffffffu, next_first, before, 4) + __shfl_xor_sync(0xffffffffu, after_first, 2);
+    second += __shfl_sync(0xffffffffu, next_second, before, 4);
+  }
+}
+
+// The same for the opposite columns: this lane has W of two columns in one of an octet's blocks, and the lane with the opposite columns that
+// in the other block.
+template <class RowTile>
+__device__ __forceinline__ void add_opposite_products(const float (&w)[16], uint32_t x_tile, int row, float* gradient, int t) {
+  const uint32_t opposite = x_tile + (t + 2) % 4 * 4;
+#pragma unroll
+  for (int octet = 0; octet < 4; ++octet) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* own = w + 4 * octet + 2 * r;
+      const float other[2] = {__shfl_xor_sync(0xffffffffu, own[0], 2), __shfl_xor_sync(0xffffffffu, own[1], 2)};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t x = ptx::load_shared_u32(opposite + RowTile::chunk_offset(row, 2 * octet + j) + 8 * r * RowTile::kRowBytes);
+        const bool is_own = t / 2 == j;
+        float* pair = gradient + 4 * (2 * octet + j) + 2 * r;
+        pair[0] = fmaf(ptx::low_bf16(x), is_own ? own[0] : other[0], pair[0]);
+        pair[1] = fmaf(ptx::high_bf16(x), is_own ? own[1] : other[1], pair[1]);
+      }
+    }
+  }
+}
 
 // A consumer: one of the two warpgroups that compute, each for its 64 rows of every work tile of the block.
 template <int kHeadDim, Grads kGrads, DecayKind kDecayKind, bool kWindow>
@@ -545,10 +593,18 @@ struct GradConsumer {
         if constexpr (kValues) pass_with_values<kShort>(tile, star, x2_operand, s);
         else pass<kShort>(tile, star, x2_operand, s);
       }
+      if constexpr (Tile::kPacksDiagonal) {
+        if constexpr (kValues) add_blocks_with_values(tile, x2_operand);
+        else add_blocks(tile, x2_operand);
+      }
     }
   }
 
-  // kTiles: of each of the two stars of a pass, s and s + 1; tile u of the pass is (s + u / kTiles, that + u % kTiles).
+  // kTiles: of each of the two stars of a pass, s and s + 1; tile u of the pass is (s + u / kTiles, that + kFirstOffset + u % kTiles).
+  template <int kTiles>
+  static constexpr __host__ __device__ int base_block(int u) {  // from s on
+    return u / kTiles + Tile::kFirstOffset + u % kTiles;
+  }
   __device__ __forceinline__ void load_base(uint32_t (&base)[2], const WorkTile& tile, int s, int block) const {
     ptx::ldmatrix_x2(base, tile.x + RowTile::chunk_offset(16 * w4 + b.lane % 16, (s + block) % kBlocks));
   }
@@ -587,7 +643,7 @@ struct GradConsumer {
     for (int i = 0; i < kTiles; ++i) {
       const RingPosition own = used;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) load_base(base[j], tile, s, (2 * i + j) / kTiles + (2 * i + j) % kTiles);
+      for (int j = 0; j < 2; ++j) load_base(base[j], tile, s, base_block<kTiles>(2 * i + j));
       if (i + 1 < kTiles) issue_stage(w[(i + 1) % 2], used, x2_operand), wgmma_wait<1>();
       else wgmma_wait<0>();
       keep(w[i % 2]);
@@ -595,7 +651,7 @@ struct GradConsumer {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int u = 2 * i + j;
-        star.add_products(w[i % 2] + 32 * j, tile.grad + 4 * (u / kTiles + u % kTiles), base[j]);
+        star.add_products(w[i % 2] + 32 * j, tile.grad + 4 * base_block<kTiles>(u), base[j]);
         if (u % kTiles == kTiles - 1) {
           star.add_to(tile.grad + 4 * (u / kTiles), t);
           if (u + 1 < 2 * kTiles) star.load(tile.x, row, s + 1);
@@ -606,7 +662,8 @@ struct GradConsumer {
   }
 
   // W and grad_v in turn: the products of W run on the CUDA cores while those of grad_v run on the tensor cores.
-  template <int kTiles>
+  // kIsLong: of the longer passes.
+  template <bool kIsLong>
   __device__ __forceinline__ void issue_w(float (&w)[32], Rows& features, RingPosition& used, const Rows& x2_operand, int u) {
     if (u % 2 == 0) {
       used = at;
@@ -621,22 +678,19 @@ struct GradConsumer {
 #pragma unroll
     for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
     wgmma_commit();
-    if (u % 2 == 0 && kTiles == Tile::star_tiles(0)) loads.load_state_stage();
+    if (u % 2 == 0 && kIsLong) loads.load_state_stage();
     else if (u % 2 == 0) loads.load_stage();
   }
-  __device__ __forceinline__ void issue_values(const WorkTile& tile, uint32_t (&f)[16], const uint32_t (&base)[2],
-                                               const Star<RowTile, kValues>& star, const Rows& features) const {
-    if constexpr (kValues) {
+  __device__ __forceinline__ static void make_features(uint32_t (&f)[16], const uint32_t (&base)[2], const Star<RowTile, kValues>& star) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+    for (int i = 0; i < 16; ++i) f[i] = ptx::multiply_bf16x2(base[i % 2], star.scalar[i % 2][i / 2]);
+  }
+  template <int kFeatureSteps>
+  __device__ __forceinline__ static void issue_values(const WorkTile& tile, const uint32_t (&f)[16], const Rows& features) {
+    wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) f[4 * k + i] = ptx::multiply_bf16x2(base[i % 2], star.scalar[i % 2][2 * k + i / 2]);
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(tile.values, f + 4 * k, features.mn_major(k));
-      wgmma_commit();
-    }
+    for (int k = 0; k < kFeatureSteps; ++k) Products::template rs<Major::kMN>(tile.values, f + 4 * k, features.mn_major(k));
+    wgmma_commit();
   }
   template <int kTiles>
   __device__ __forceinline__ void pass_with_values(const WorkTile& tile, Star<RowTile, kValues>& star, const Rows& x2_operand, int s) {
@@ -645,26 +699,28 @@ struct GradConsumer {
     Rows features(b.stages_at);             // of the tile
     RingPosition used = at;
     star.load(tile.x, row, s);
-    load_base(base, tile, s, 0);
-    issue_w<kTiles>(w, features, used, x2_operand, 0);
-    issue_values(tile, f, base, star, features);
+    load_base(base, tile, s, base_block<kTiles>(0));
+    issue_w<kTiles == Tile::kStarTiles>(w, features, used, x2_operand, 0);
+    make_features(f, base, star);
+    issue_values<4>(tile, f, features);
 #pragma unroll
     for (int u = 0; u < 2 * kTiles; ++u) {
-      if (u + 1 < 2 * kTiles) load_base(next_base, tile, s, (u + 1) / kTiles + (u + 1) % kTiles);
+      if (u + 1 < 2 * kTiles) load_base(next_base, tile, s, base_block<kTiles>(u + 1));
       const RingPosition own = used;
       wgmma_wait<1>();
       keep(w);
-      star.add_products(w, tile.grad + 4 * (u / kTiles + u % kTiles), base);
+      star.add_products(w, tile.grad + 4 * base_block<kTiles>(u), base);
       if (u % kTiles == kTiles - 1) {
         star.add_to(tile.grad + 4 * (u / kTiles), t);
         if (u + 1 < 2 * kTiles) star.load(tile.x, row, s + 1);
       }
       base[0] = next_base[0], base[1] = next_base[1];
       if (u + 1 < 2 * kTiles) {
-        issue_w<kTiles>(w, features, used, x2_operand, u + 1);
+        issue_w<kTiles == Tile::kStarTiles>(w, features, used, x2_operand, u + 1);
         wgmma_wait<1>();
         if (u % 2 == 1) b.ring.release(own, b.lane);
-        issue_values(tile, f, base, star, features);
+        make_features(f, base, star);
+        issue_values<4>(tile, f, features);
       } else {
         wgmma_wait<0>();
         b.ring.release(own, b.lane);
@@ -672,6 +728,102 @@ struct GradConsumer {
     }
     rotate(tile.grad);
     if constexpr (kValues) keep(tile.values);
+  }
+
+  // The products within blocks (kPacksDiagonal), after the last pass: columns of the gradient are in order again.
+  __device__ __forceinline__ void issue_opposite(float (&w)[16], RingPosition& used, const Rows& x2_operand) {
+    using Half = Wgmma<Bf16, 32>;
+    used = at;
+    b.ring.wait_until_full(at);
+    const Rows features(stage());
+    at.template advance<kStages>();
+    wgmma_fence();
+    Half::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+    for (int k = 1; k < kSteps; ++k) Half::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+    wgmma_commit();
+  }
+  using TwoBlocks = BlockColumns<RowTile>[2];
+  __device__ __forceinline__ void load_blocks(TwoBlocks& columns, const WorkTile& tile, int i) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) columns[j].load(tile.x, row, 2 * i + j, t);
+  }
+  __device__ __forceinline__ void add_diagonal(const float* w, const TwoBlocks& columns, const WorkTile& tile, int i) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) add_diagonal_products<RowTile>(w + 4 * j, columns[j], tile.grad + 4 * (2 * i + j), t);
+  }
+  __device__ __forceinline__ void add_blocks(const WorkTile& tile, const Rows& x2_operand) {
+    float w[2][64], opposite[16];
+    TwoBlocks columns;
+    RingPosition used = at, last = at;
+    issue_stage(w[0], used, x2_operand);
+#pragma unroll
+    for (int stage = 0; stage < 2; ++stage) {
+      const RingPosition own = used;
+      if (stage == 0) issue_stage(w[1], used, x2_operand);
+      else issue_opposite(opposite, last, x2_operand);
+      load_blocks(columns, tile, 2 * stage);
+      wgmma_wait<1>();
+      keep(w[stage]);
+      b.ring.release(own, b.lane);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (j == 1) load_blocks(columns, tile, 2 * stage + 1);
+        add_diagonal(w[stage] + 32 * j, columns, tile, 2 * stage + j);
+      }
+    }
+    wgmma_wait<0>();
+    keep(opposite);
+    b.ring.release(last, b.lane);
+    add_opposite_products<RowTile>(opposite, tile.x, row, tile.grad, t);
+  }
+  __device__ __forceinline__ static void make_features(uint32_t (&f)[16], const TwoBlocks& columns) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) f[i] = columns[i / 2 % 2].product(i % 2, i / 4);
+  }
+  __device__ __forceinline__ void add_blocks_with_values(const WorkTile& tile, const Rows& x2_operand) {
+    float w[32], of_opposite[16];
+    uint32_t f[16];
+    TwoBlocks columns, next_columns;
+    Rows features(b.stages_at);
+    RingPosition used = at;
+    load_blocks(columns, tile, 0);
+    issue_w<false>(w, features, used, x2_operand, 0);
+    make_features(f, columns);
+    issue_values<4>(tile, f, features);
+#pragma unroll
+    for (int u = 0; u < Tile::kDiagonalTiles; ++u) {
+      if (u + 1 < Tile::kDiagonalTiles) load_blocks(next_columns, tile, u + 1);
+      const RingPosition own = used;
+      wgmma_wait<1>();
+      keep(w);
+      add_diagonal(w, columns, tile, u);
+      if (u + 1 < Tile::kDiagonalTiles) {
+        columns[0] = next_columns[0], columns[1] = next_columns[1];
+        issue_w<false>(w, features, used, x2_operand, u + 1);
+        wgmma_wait<1>();
+        if (u % 2 == 1) b.ring.release(own, b.lane);
+        make_features(f, columns);
+        issue_values<4>(tile, f, features);
+      } else {
+        OppositeColumns<RowTile> opposite;
+        opposite.load(tile.x, row, t);
+        features = Rows(stage());
+        issue_opposite(of_opposite, used, x2_operand);
+        loads.load_stage();
+        wgmma_wait<1>();
+        b.ring.release(own, b.lane);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) f[i] = opposite.product(i % 2, i / 2);
+        issue_values<2>(tile, f, features);
+      }
+    }
+    wgmma_wait<1>();
+    keep(of_opposite);
+    add_opposite_products<RowTile>(of_opposite, tile.x, row, tile.grad, t);
+    wgmma_wait<0>();
+    b.ring.release(used, b.lane);
+    keep(tile.values);
   }
 
   // At head dim 128: W of a tile at a time, two of them in flight.
@@ -696,12 +848,12 @@ struct GradConsumer {
 #pragma unroll
     for (int u = 0; u < 2 * kTiles; ++u) {
       const RingPosition own = used;
-      load_base(base, tile, s, u / kTiles + u % kTiles);
+      load_base(base, tile, s, base_block<kTiles>(u));
       if (u + 1 < 2 * kTiles) issue_tile(w[(u + 1) % 2], used, tile.x2_fragments, u + 1), wgmma_wait<1>();
       else wgmma_wait<0>();
       keep(w[u % 2]);
       if (u % 2 == 1) b.ring.release(own, b.lane);
-      star.add_products(w[u % 2], tile.grad + 4 * (u / kTiles + u % kTiles), base);
+      star.add_products(w[u % 2], tile.grad + 4 * base_block<kTiles>(u), base);
       if (u % kTiles == kTiles - 1) {
         star.add_to(tile.grad + 4 * (u / kTiles), t);
         if (u + 1 < 2 * kTiles) star.load(tile.x, row, s + 1);

@@ -85,6 +85,51 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
+// Words of a block of columns of x, of rows `row` and row + 8, for products within the block (snapshot.h): this lane's columns 2t and the
+// next, and those of the next two lanes.
+template <class RowTile>
+struct BlockColumns {
+  uint32_t words[2][3];
+
+  __device__ __forceinline__ void load(uint32_t x_tile, int row, int block, int t) {
+    const uint32_t address = x_tile + RowTile::chunk_offset(row, block);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 3; ++i) words[r][i] = ptx::load_shared_u32(address + (t + i) % 4 * 4 + 8 * r * RowTile::kRowBytes);
+    }
+  }
+  // Features of a diagonal tile: this lane's columns times those at a distance from them.
+  __device__ __forceinline__ uint32_t product(int r, int distance) const {
+    const uint32_t first = words[r][distance / 2];
+    return ptx::multiply_bf16x2(words[r][0], distance % 2 == 0 ? first : ptx::pair_of_inner(first, words[r][distance / 2 + 1]));
+  }
+};
+
+// The same for the opposite columns of all blocks: of each octet, two columns of one of its two blocks, and those that are opposite.
+template <class RowTile>
+struct OppositeColumns {
+  static constexpr int kOctets = RowTile::kPanelCols / 16;
+  uint32_t words[2][kOctets][2];
+
+  __device__ __forceinline__ void load(uint32_t x_tile, int row, int t) {
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) {
+      const uint32_t address = x_tile + RowTile::chunk_offset(row, 2 * octet + t / 2);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          words[r][octet][i] = ptx::load_shared_u32(address + (t + 2 * i) % 4 * 4 + 8 * r * RowTile::kRowBytes);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t product(int r, int octet) const {
+    return ptx::multiply_bf16x2(words[r][octet][0], words[r][octet][1]);
+  }
+};
+
 // Decays of a call: none; to 0 at the bounds of packed sequences; of all rows; the same with the sums of pairs for their gradient.
 enum class DecayKind { kNone, kBounds, kDecays, kDecaysAndSums };
 

@@ -45,7 +45,7 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kHasDecay;
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
-  static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
+  static constexpr int kPartBytes = State::kStateStageBytes;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
   static constexpr int kStages = kHeadDim <= 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
   static constexpr int kAdders = 96;  // the threads beside the warp that issues loads
@@ -179,11 +179,12 @@ struct ReadBlock {
   __device__ __forceinline__ void load_snapshot(RingPosition at, const ItemSource& source, int i) const {
     const uint32_t stage = this->stage(at);
     ring.wait_until_empty(at);
-    copied.expect(at, Tile::kStageBytes);
-    ptx::bulk_load(stage, source.snapshot + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+    const int bytes = Tile::state_stage_bytes(i);
+    copied.expect(at, (kAdds ? 2 : 1) * bytes);
+    ptx::bulk_load(stage, source.snapshot + i * Tile::kPartBytes, bytes, copied.full(at));
     if constexpr (kAdds) {
       const char* added = static_cast<const char*>(a.added) + source.state(a) * Tile::kSnapshotBytes;
-      ptx::bulk_load(stage + Tile::kPartBytes, added + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+      ptx::bulk_load(stage + Tile::kPartBytes, added + i * Tile::kPartBytes, bytes, copied.full(at));
     }
   }
 
@@ -256,8 +257,9 @@ __device__ __forceinline__ void add_states(const Block& b) {
       b.copied.wait_until_full(at);
       if (i < source.state_stages) {
         const uint32_t stage = b.stage(at);
+        const int bytes = Tile::state_stage_bytes(i);
 #pragma unroll 4
-        for (int j = 16 * thread; j < Tile::kPartBytes; j += 16 * Tile::kAdders) {
+        for (int j = 16 * thread; j < bytes; j += 16 * Tile::kAdders) {
           uint32_t x[4], y[4];
           ptx::load_shared_u32x4(x, stage + j), ptx::load_shared_u32x4(y, stage + Tile::kPartBytes + j);
 #pragma unroll
@@ -403,12 +405,36 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       int half = 0;  // of the stage
       bool is_full = false;  // the stage of the next tile
       uint32_t base[kRowTiles][2], f[kRowTiles][16];  // f: features
+      // A tile of some steps. make(m): its features of a tile of x, while products of the other one run.
+      const auto add_features = [&](auto steps, bool is_last, const auto& make) {
+        if (!is_full) ring.wait_until_full(at);
+        __syncwarp();
+        const RingPosition own = at;
+        const Operand<RowTile> features(stages_at + own.stage * Tile::kStageBytes + half * kTileBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          wgmma_wait<kRowTiles - 1>();
+          if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
+          make(m);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < decltype(steps)::value; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
+          wgmma_commit();
+          if (m == 0) {  // asked beside products, well before it is used
+            if (half == 1) at.template advance<kStages>();
+            is_full = ring.is_full(is_last ? own : at);
+          }
+        }
+        if (half == 1) before = own, releases = true;
+        half ^= 1;
+      };
       const auto load_base = [&](int block) {
         const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x2(base[m], x + m * kTileBytes + offset);
       };
-      load_base(0);
+      constexpr int kFirstOffset = Tile::kFirstOffset;
+      load_base(kFirstOffset);
       for (int star = 0; star < kBlocks; ++star) {
         // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
         constexpr bool kDuplicated = kHeadDim <= 64;
@@ -436,14 +462,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         };
         const int tiles = Tile::star_tiles(star);
         for (int j = 0; j < tiles; ++j) {
-          if (!is_full) ring.wait_until_full(at);
-          __syncwarp();
-          const RingPosition own = at;
-          const Operand<RowTile> features(stages_at + own.stage * Tile::kStageBytes + half * kTileBytes);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            wgmma_wait<kRowTiles - 1>();
-            if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
+          const auto make = [&](int m) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               f[m][4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
@@ -451,19 +470,33 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
               f[m][4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
               f[m][4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
             }
-            if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
-            wgmma_commit();
-            if (m == 0) {  // asked beside products, well before it is used
-              if (half == 1) at.template advance<kStages>();
-              is_full = ring.is_full(star + 1 < kBlocks || j + 1 < tiles ? at : own);
-            }
-          }
-          if (half == 1) before = own, releases = true;
-          half ^= 1;
+            if (m == kRowTiles - 1) load_base(((j + 1 < tiles ? star + j + 1 : star + 1) + kFirstOffset) % kBlocks);  // of the next tile
+          };
+          const bool is_last = !Tile::kPacksDiagonal && star + 1 == kBlocks && j + 1 == tiles;
+          add_features(std::integral_constant<int, 4>{}, is_last, make);
         }
+      }
+      // The products within blocks.
+      if constexpr (Tile::kPacksDiagonal) {
+        // Not a loop: where states are added it would leave products too few registers (C7512).
+#pragma unroll
+        for (int tile = 0; tile < Tile::kDiagonalTiles; ++tile) {
+          add_features(std::integral_constant<int, 4>{}, false, [&](int m) {
+            BlockColumns<RowTile> columns[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) columns[j].load(x + m * kTileBytes, row, 2 * tile + j, t);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) f[m][i] = columns[i / 2 % 2].product(i % 2, i / 4);
+          });
+        }
+        add_features(std::integral_constant<int, 2>{}, true, [&](int m) {
+          OppositeColumns<RowTile> opposite;
+          opposite.load(x + m * kTileBytes, row, t);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) f[m][i] = opposite.product(i % 2, i / 2);
+        });
+        before = at, releases = true;
+        at.template advance<kStages>();  // it had half a stage
       }
       wgmma_wait<0>();
       ring.release(before, lane);

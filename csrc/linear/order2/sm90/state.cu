@@ -241,11 +241,18 @@ struct SnapshotCopier {
   __device__ __forceinline__ void copy(const typename Block::Share& share, uint32_t staging, int c) const {
     constexpr int kTileBytes = Tile::kTileBytes;
     uint8_t* snapshot = static_cast<uint8_t*>(b.a.snapshots) + b.a.slot(b.state, c) * Tile::kSnapshotBytes;
-    const int pairs = share.last == LastTile::kPair ? share.tiles : share.tiles - 1;
-    ptx::bulk_store(snapshot + (Tile::kFirstPair + Tile::pair_index(share.star, share.first)) * kTileBytes, staging, pairs * kTileBytes);
+    if (share.pairs > 0) {
+      const int tile = Tile::kFirstPair + Tile::pair_index(share.star, share.first);
+      ptx::bulk_store(snapshot + tile * kTileBytes, staging, share.pairs * kTileBytes);
+    }
+    const uint32_t last = staging + (share.tiles - 1) * kTileBytes;
     if (share.last == LastTile::kColumns) {
       const int tile = (share.of_y ? Tile::kMomentTile : Tile::kLinearTile) + share.half;
-      ptx::bulk_store(snapshot + tile * kTileBytes, staging + pairs * kTileBytes, kTileBytes);
+      ptx::bulk_store(snapshot + tile * kTileBytes, last, kTileBytes);
+    } else if (share.last == LastTile::kDiagonal) {
+      ptx::bulk_store(snapshot + (Tile::kFirstDiagonal + share.star) * kTileBytes, last, kTileBytes);
+    } else if (share.has_opposite()) {
+      ptx::bulk_store(snapshot + Tile::kTiles * kTileBytes, last, Tile::kOppositeBytes);
     }
     ptx::bulk_commit();
   }
@@ -269,11 +276,15 @@ struct StateConsumer {
   static constexpr int kColumnWarps = Tile::kPanelCols / 16, kOnesWarp = Tile::kOnesRow / 16;  // of a tile of columns, and of ones
   static constexpr int kPairs = kOwn / 2 + 1;
   static constexpr uint32_t kOne = Block::kOnes;
+  // What the last tile may be: where diagonals are packed, of a block's first warpgroup a diagonal tile, and of the second one columns or
+  // sums; where a block has one star, all of the second one.
+  static constexpr bool kMayBeColumns = !Tile::kPacksDiagonal || kOwn == Tile::kLastTiles;
+  static constexpr bool kMayBeDiagonal = Tile::kPacksDiagonal && (kOwn == Tile::kOwnTiles) == Tile::kPairsStars;
 
   const Block& b;
   const Share& share;
-  const bool &of_columns, &of_ones;
-  const int &w4, &t;
+  const bool &of_columns, &of_ones, &of_diagonal;
+  const int &w4, &t, &partner;
   const uint32_t (&pair_offset)[kOwn / 2];
   const uint32_t &last_offset, &scalars_offset, &next_scalars_offset, &ones_row;
   // count: this lane's part of sum e; where rows are plain, of what was carried in alone.
@@ -318,7 +329,7 @@ struct StateConsumer {
     }
   }
 
-  // The last tile, which may be of columns or of ones: scale is then e of the rows.
+  // The last tile, which may be of columns or of ones where diagonals are not packed: scale is then e of the rows.
   __device__ __forceinline__ void make_last_features(const uint32_t (&m)[2][2], const uint32_t (&scale)[2]) const {
     const uint32_t (&pairs)[4] = blocks_of_y[kPairs - 1];
     const bool takes_ones = of_ones && (!Tile::kSharesOnes || w4 >= kOnesWarp);
@@ -330,6 +341,32 @@ struct StateConsumer {
     f[kOwn - 1][1] = ptx::multiply_bf16x2(x[2], plain ? scale[0] : m[1][0]);
     f[kOwn - 1][2] = ptx::multiply_bf16x2(x[1], plain ? scale[1] : m[0][1]);
     f[kOwn - 1][3] = ptx::multiply_bf16x2(x[3], plain ? scale[1] : m[1][1]);
+  }
+
+  // Where diagonals are packed: what the last tile's blocks are multiplied by, of 8 rows each for the even octets and the odd ones. Of a
+  // diagonal tile, the columns at the warp's distance; of opposite columns, those of the other half of the block, whose octets have halves
+  // of two blocks. scale: of columns and ones.
+  __device__ __forceinline__ void load_factors(uint32_t (&factors)[2][2], const uint32_t (&scale)[2]) const {
+    const uint32_t (&x)[4] = blocks_of_y[kPairs - 1];
+    const bool sends_next = kMayBeColumns && of_ones && b.lane < 16;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t even = ptx::shuffle_octet(sends_next ? x[2 + h] : x[h], partner);
+      uint32_t odd = scale[h];
+      if constexpr (kMayBeDiagonal) odd = ptx::shuffle_octet(x[2 + h], partner);
+      factors[h][0] = kMayBeColumns && of_columns ? scale[h] : even;
+      factors[h][1] = kMayBeColumns && !of_diagonal ? scale[h] : odd;
+    }
+    keep(factors[0]), keep(factors[1]);
+  }
+  __device__ __forceinline__ void make_packed_features(const uint32_t (&factors)[2][2]) const {
+    const uint32_t (&x)[4] = blocks_of_y[kPairs - 1];
+    const bool takes_next = kMayBeColumns && of_ones && b.lane >= 16, takes_ones = kMayBeColumns && of_ones;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      f[kOwn - 1][2 * h] = ptx::multiply_bf16x2(takes_next ? x[2 + h] : x[h], factors[h][0]);
+      f[kOwn - 1][2 * h + 1] = ptx::multiply_bf16x2(takes_ones ? ones_row : x[2 + h], factors[h][1]);
+    }
   }
 
   // Coefficients of a step's rows, from the address of those of the lane's first row.
@@ -346,9 +383,11 @@ struct StateConsumer {
     const float total = warp_sum(count);
     if (share.of_y && b.lane == 0) sums[Tile::kSumOne] = total;
     sums += (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * b.lane;
+    constexpr int kFirst = Tile::kOnesRow % 16 / 8 * 2;
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; ++j) {
-      if (b.lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
+      const float* pair = acc[kOwn - 1] + 4 * j + kFirst;
+      if (b.lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(pair[0], pair[1]);
     }
   }
 
@@ -361,9 +400,15 @@ struct StateConsumer {
     ptx::barrier_wait<Block::kWithCopier>(Block::staging_is_free(b.warpgroup));
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
-      float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
+      bool is_once = share.block(j) == share.star;  // the products, which otherwise stand for two
+      if (j == kOwn - 1 && of_diagonal) is_once = w4 == 0;
+      float weight = is_once ? a.weights.pair : 2.f * a.weights.pair;
       if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
-      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
+      if (Tile::kPacksDiagonal && kMayBeColumns && j == kOwn - 1) {
+        // Of the sums' tile the even octets alone are features.
+        const int octet_rows = of_ones ? 8 * w4 + b.lane / 8 % 2 * 32 : 16 * w4 + b.lane / 8 % 2 * 8;
+        store_accumulator_at<Bf16, RowTile>(staging + j * kTileBytes, octet_rows + b.lane % 8, acc[j], weight, weight, b.lane);
+      } else if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
         store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, b.lane);
       }
     }
@@ -431,11 +476,14 @@ struct StateConsumer {
         }
         keep(scale);
       }
+      [[maybe_unused]] uint32_t factors[2][2];
+      if constexpr (kMayBeDiagonal || Tile::kPacksDiagonal && kMayBeColumns) load_factors(factors, scale);
       wgmma_wait<1>();
       // The stage before, whose products are done: also where it was the last of its run.
       if (k == 0) b.ring.release({own.stage == 0 ? kStages - 1 : own.stage - 1}, b.lane, !is_first);
       make_features(m, kFirst, kOwn - 1);
-      make_last_features(m, scale);
+      if constexpr (kMayBeDiagonal || Tile::kPacksDiagonal && kMayBeColumns) make_packed_features(factors);
+      else make_last_features(m, scale);
       // Behind the last rows of a run, the first of the next one; behind the last of all, not used.
       load_rows(k < 3 ? y + (k + 1) * 16 * RowTile::kRowBytes : b.stages_at + at.stage * Tile::kStageBytes + kTileBytes);
       wgmma_fence();
@@ -506,7 +554,7 @@ __device__ __forceinline__ void consume(const Block& block, int& chunk) {
   using RowTile = typename Block::RowTile;
   const StateArgs& a = block.a;
   const typename Block::Share share(block.state_block % Block::Tile::kStateBlocks * 2 + block.warpgroup);
-  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones();
+  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones(), of_diagonal = share.last == LastTile::kDiagonal;
   const int w4 = block.warp % 4, t = block.lane % 4, row8 = block.lane % 8, row_half = block.lane / 8 % 2, block_half = block.lane / 16;
   // Where a lane's row of an ldmatrix begins in 16 rows of y, of a block of columns.
   const auto address_of = [&](int block) {
@@ -519,7 +567,11 @@ __device__ __forceinline__ void consume(const Block& block, int& chunk) {
 #pragma unroll
   for (int i = 0; i < kOwn / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
   const int first_column = 8 * share.half + 2 * (w4 % Consumer::kColumnWarps);
-  const uint32_t last_offset = address_of(of_columns ? first_column + block_half : share.block(kOwn - 1));
+  const int last_block = of_diagonal ? 2 * share.star + block_half
+                         : of_columns || Block::Tile::kPacksDiagonal && of_ones ? first_column + block_half
+                                                                                : share.block(kOwn - 1);
+  const uint32_t last_offset = address_of(last_block);
+  const int partner = (block.lane / 4 + (of_diagonal ? w4 : 4)) % 8;  // the octet of lanes whose columns a packed tile takes
   // Where the scalars of this lane's features lie: two columns of the star's block, in 16 rows those of 2t and 2t + 8, and the next rows.
   const uint32_t scalars_offset = RowTile::chunk_offset(2 * t, share.star) + 4 * w4;
   const uint32_t next_scalars_offset = RowTile::chunk_offset(2 * t + 1, share.star) + 4 * w4;
@@ -527,7 +579,7 @@ __device__ __forceinline__ void consume(const Block& block, int& chunk) {
 
   float acc[kOwn][Consumer::kRegs], count;
   uint32_t blocks_of_y[Consumer::kPairs][4], scalars[2][2], f[kOwn][4];
-  const Consumer consumer{block, share, of_columns, of_ones, w4, t, pair_offset, last_offset, scalars_offset, next_scalars_offset,
+  const Consumer consumer{block, share, of_columns, of_ones, of_diagonal, w4, t, partner, pair_offset, last_offset, scalars_offset, next_scalars_offset,
                           ones_row, acc, count, blocks_of_y, scalars, f};
 
   // Without a branch around it, behind which the compiler would serialise products (C7515).
@@ -601,7 +653,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kAllThreads, S
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  if constexpr (kFine) {
+  if constexpr (Tile::kLastTiles != Tile::kOwnTiles) {
     if (__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) == 1) {
       return run_roles<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, loads);
     }

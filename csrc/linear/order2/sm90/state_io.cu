@@ -26,16 +26,20 @@ struct PlacesSm90 : StateShare<kHeadDim, kFine>, StatePlaces {
     const int tile = group / kTileGroups;
     const int feature = 16 * warp + g + 8 * (i / 2 % 2);                               // row of the tile
     const int column = 16 * (group % kTileGroups) + 8 * (i / 4) + 2 * t + i % 2;       // of w, or of y
-    if (kFine && tile >= this->tiles) return {};
-    if (tile < this->tiles - 1 || this->last == LastTile::kPair) {
-      return second_order(8 * this->star + feature / 8, 8 * this->block(tile) + feature % 8, column);
-    }
+    if (tile < this->pairs) return pair(pair_columns(this->star, this->block(tile), feature), column);
+    if (tile != this->tiles - 1) return {};
+    if (this->last == LastTile::kDiagonal) return pair(diagonal_columns(this->star, feature), column);
+    if (this->has_opposite() && feature / 8 % 2 == 0) return pair(opposite_columns(feature / 16 * 8 + feature % 8), column);
     if (this->last == LastTile::kColumns && feature < State::kPanelCols) {
       const int a = 64 * this->half + feature;
       return this->of_y ? moment(a, column) : first_order(a, column);
     }
     if (!this->is_there || feature != State::kOnesRow) return {};
     return this->of_y ? sum_y(column) : sum_w(column);
+  }
+  __device__ __forceinline__ Place pair(const ColumnPair& y, int column) const {
+    if (State::kPacksDiagonal) return second_order(min(y.a, y.b), max(y.a, y.b), column);  // no other accumulator has it
+    return second_order(y.a, y.b, column);
   }
   // Whether the warp has the sum of ones, in parts of its lanes.
   __device__ __forceinline__ bool has_count() const {

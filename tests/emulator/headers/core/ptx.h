@@ -137,5 +137,6 @@ inline uint32_t pack_fp16x2(float lo, float hi) {
 inline uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 inline uint32_t to_tf32_here(float x) { return to_tf32(x); }
 inline uint32_t keep_in_register(uint32_t x) { return x; }
+inline float compute_first(float x) { return x; }
 
 }  // namespace fastmax::ptx

@@ -27,6 +27,7 @@ uint32_t duplicate_half(uint32_t x) {
 }
 inline uint32_t pair_of_low(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
 inline uint32_t pair_of_high(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+inline uint32_t pair_of_inner(uint32_t a, uint32_t b) { return a >> 16 | b << 16; }
 inline float low_bf16(uint32_t x) { return __uint_as_float(x << 16); }
 inline float high_bf16(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
