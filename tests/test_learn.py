@@ -518,27 +518,6 @@ def test_other_pages(tmp_path):
     assert f"| {title} | 0.5000 | 0.9000 |  |  | 0.6000 |" in text_of("conversion", found, tmp_path)
 
 
-def test_page_of_memory(tmp_path):
-    """Variants and seeds that were not run are left out."""
-    key = {"lr": 1e-3, "device": "CPU", "torch": "2", "commit": "abc", "parameters": 2_000_000}
-    found = []
-    for seed, share in ((1, 50.0), (2, 100.0)):
-        run = key | {"variant": "gate", "setting": "needle", "seed": seed}
-        found += [run | {"measure": "needle", "at": at, "value": share} for at in (4096, 8192)]
-        found += [run | {"measure": name, "at": 8192, "value": share / 100} for name in ("loss", "last_quarter")]
-        found += [run | {"setting": "steps", "measure": name, "at": 1024, "value": 0.5} for name in ("loss", "last_quarter")]
-    of_recall = key | {"variant": "p2_all", "setting": "recall", "seed": 1, "measure": "accuracy", "at": 256}
-    found += [of_recall | {"value": 30.0}, of_recall | {"value": 70.0, "lr": 1e-2}]
-    text = text_of("memory", found, tmp_path)
-    assert "needle. Seeds 1, 2; CPU; PyTorch 2; measured at commit abc." in text
-    assert "| attention | weights | seeds | 4k tokens | 8k tokens | loss | of the last quarter |" in text
-    gate = "| input gate | 2.0 M | 2 | 75% (50% to 100%) | 75% (50% to 100%) | 0.7500 (0.5000 to 1.0000) |"
-    assert gate in text
-    assert "| input gate | 2.0 M | 2 | 0.5000 (0.5000 to 0.5000) |" in text
-    assert "| attention | weights | learning rate | seeds | 256 pairs |" in text
-    assert "| p = 2, all parts | 2.0 M | 1.0e-02 | 1 | 70% |" in text
-
-
 def test_pages_fail_rather_than_leave_a_blank(tmp_path):
     found = loss_rows("ablation")
     with pytest.raises(LookupError, match="one row of each seed"):

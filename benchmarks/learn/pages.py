@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.learn import conversion
-from benchmarks.learn.memory import VARIANTS_OF as MEMORIES
 from benchmarks.learn.recall import TITLES as RECALL
 from benchmarks.learn.results import above, best_rate, in_order, seconds_to_reach, seed_values
 from benchmarks.learn.variants import VARIANTS
@@ -88,37 +87,6 @@ def needle(found: pd.DataFrame) -> Lines:
         yield [title, *shares, f"{seed_values(own, measure='loss').mean():.4f}"]
 
 
-def memory(found: pd.DataFrame) -> Lines:
-    """A table of needle, of recall or of equal steps: a setting has the rows of one of them. The order is that of its runs."""
-    kind = found["setting"].iloc[0].partition(" ")[0]
-    titles = in_order(found, {name: TITLES[name] for name in MEMORIES[kind]})
-    measure = {"needle": "needle", "recall": "accuracy", "steps": "loss"}[kind]
-    places = sorted(where(found, measure=measure)["at"].unique())
-    unit = "pairs" if kind == "recall" else "tokens"
-    losses = ["loss", "of the last quarter"] if kind != "recall" else []
-    shares = [f"{at // 1024}k tokens" if at >= 1024 else f"{at} {unit}" for at in places] if kind != "steps" else []
-    yield ["attention", "weights", *(["learning rate"] if kind == "recall" else []), "seeds", *shares, *losses]
-    for name, title in titles.items():
-        own = where(found, variant=name)
-        cells = [title, million(own["parameters"].iloc[0])]
-        if kind == "recall":
-            lr = best_rate(own, name, found["setting"].iloc[0])
-            own = where(own, lr=lr)
-            cells.append(f"{lr:.1e}")
-        cells.append(str(own["seed"].nunique()))
-        if kind != "steps":
-            cells += [spread(seed_values(own, measure=measure, at=at), "{:.0f}%") for at in places]
-        for loss in ("loss", "last_quarter") if kind != "recall" else ():
-            cells.append(spread(seed_values(own, measure=loss), "{:.4f}"))
-        yield cells
-
-
-def spread(values: pd.Series, shape: str) -> str:
-    """Returns the mean, and the lowest and the highest of several seeds."""
-    ends = f" ({shape.format(values.min())} to {shape.format(values.max())})" if len(values) > 1 else ""
-    return f"{shape.format(values.mean())}{ends}"
-
-
 def conversions(found: pd.DataFrame) -> Lines:
     stages = {"before": "before", "swapped": "swapped", "fitted": "polynomial fitted", "transferred": "attention transferred"}
     stages["finetuned"] = "fine-tuned"
@@ -135,7 +103,6 @@ TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "ablation": (ablation, {"ablation": "loss without each part"}),
     "recall": (recall, {"recall": "accuracy by pairs"}),
     "needle": (needle, {"needle": "facts found by length of the text"}),
-    "memory": (memory, {}),
     "conversion": (conversions, {}),
 }
 
