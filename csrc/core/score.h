@@ -210,13 +210,9 @@ struct ExactWindowScore {
 
   __device__ __forceinline__ static float log_sum(float z, float reference) { return SoftmaxScore::log_sum(z, reference); }
 
-  // y of a pair.
-  __device__ __forceinline__ float exponent(bool is_local, float x, float e) const { return is_local ? fmaf(c, x, e) : e; }
-  __device__ __forceinline__ float weight(bool is_local, float x) const { return is_local ? 1.f : global.weight(x); }
-
-  // Backward. A row holds 2^y, -delta 2^y, y and delta, where y is that of the normalisation. The power is 0 where it would
-  // overflow: the row's global keys are then fully decayed.
-  static constexpr float kLargestExponent = 120.f;
+  // Backward. A row holds 2^y, -delta 2^y, y and delta, where y is that of the normalisation. The power is 0 where y is larger than
+  // this: the row's global keys are then fully decayed.
+  static constexpr float kLargestExponent = -kFullyDecayed;
   __device__ __forceinline__ float4 row(float z, float delta) const { return row_of(SoftmaxScore::exponent(z), delta); }
   __device__ __forceinline__ static float4 row_of(float y, float delta) {
     const float power = y > kLargestExponent ? 0.f : ptx::exp2_approx(y);
@@ -239,7 +235,7 @@ struct ExactWindowScore {
     const float power = ptx::exp2_approx(y), flow = power * centred;
     return {{power, scale * flow}, flow};
   }
-  // A global pair with the factor 2^y in three parts: `factor`, that in `f`, and those in `centred`.
+  // A global pair with the factor 2^y: p has it in `f` and `factor`, ds and flow in `f` and `centred`.
   __device__ __forceinline__ static DecayedPair global_pair(const PolynomialScore::DecayedRow& f, float x, float centred, float factor) {
     const float slope = fmaf(f.c2, x, f.c1), weight = fmaf(slope, x, f.c0);
     return {{weight * factor, fmaf(f.c2, x, slope) * centred}, weight * centred};
@@ -247,7 +243,6 @@ struct ExactWindowScore {
   __device__ __forceinline__ static float flow_scale() { return 1.f; }
 
   // Decay factors are exponents.
-  __device__ __forceinline__ static float query_factor(float e) { return e; }
   __device__ __forceinline__ static float key_factor(float e) { return e; }
   __device__ __forceinline__ static float4 decay_row(const float4& row, float e) { return row_of(row.z + e, row.w); }
 };

@@ -154,8 +154,8 @@ struct QuadraticBwdRows {
     if constexpr (kOwnsKeys) keep(dy);
   }
 
-  // Converts S and D of the tile that begins at token `begin` to P and dS. visible: bits of visible_keys or visible_queries.
-  // stage: address of the stage, for the data of its columns. lane_row: first row of this lane. streamed: row scores of the
+  // Converts S and D of the tile that begins at token `begin` to P and dS. visible: bits of visible_keys or visible_queries, read
+  // only for kinds that mask pairs. stage: address of the stage, for the data of its columns. lane_row: first row of this lane. streamed: row scores of the
   // streamed head.
   template <TileKind kKind, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
@@ -219,7 +219,8 @@ struct QuadraticBwdRows {
     constexpr bool kMasks = kMasksPairs<kKind>, kSelects = kSelectsPairs<kKind>;
     const int t = lane_index() % 4;
     const int position = kOwnsKeys ? lane_row - p.causal_offset : lane_row + p.causal_offset;  // among the streamed tokens
-    uint32_t local[2][kStream / 32], flows[2][kStream / 32];
+    uint32_t local[2][kStream / 32];
+    [[maybe_unused]] uint32_t flows[2][kStream / 32];
     if constexpr (kSelects) local_columns(local, p.exact_window, position, begin, t);
     // In registers, so that they are selected by one instruction.
     if constexpr (kSelects) score.c = ptx::compute_first(score.c), score.scale = ptx::compute_first(score.scale);
@@ -232,10 +233,12 @@ struct QuadraticBwdRows {
         const float2 sum = exact_sum(row_scores[half].z, rows[half].x);
         rows[half] = make_float2(sum.x, sum.y + rows[half].y);
       }
-#pragma unroll
-      for (int i = 0; i < kStream / 32; ++i) {  // a pair of a token with itself does not decay
+      if constexpr (kDecays && kMasks) {
         const int own = position + 8 * half - begin;
-        flows[half][i] = visible[half][i] & ~((low_bits(own + 1, i) & ~low_bits(own, i)) >> (2 * t));
+#pragma unroll
+        for (int i = 0; i < kStream / 32; ++i) {  // a pair of a token with itself does not decay
+          flows[half][i] = visible[half][i] & ~((low_bits(own + 1, i) & ~low_bits(own, i)) >> (2 * t));
+        }
       }
     }
 #pragma unroll
@@ -281,7 +284,8 @@ struct QuadraticBwdRows {
   static __device__ __forceinline__ void load_queries(float2 (&queries)[2], uint32_t columns, int column) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      queries[e] = ptx::load_shared_f32x2(columns + (column + e) * static_cast<int>(sizeof(float4)) + kHalf * static_cast<int>(sizeof(float2)));
+      const uint32_t row_score = columns + (column + e) * static_cast<int>(sizeof(float4));
+      queries[e] = ptx::load_shared_f32x2(row_score + kHalf * static_cast<int>(sizeof(float2)));
     }
   }
 
@@ -544,7 +548,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           streamed = row_scores + (static_cast<int64_t>(work_tile.batch) * p.h + work_tile.first_head + head_streamed) * rows_per_head;
         }
         sums.template differentiate<kKind>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
-                                             p, streamed);
+                                            p, streamed);
       };
 
       const std::integral_constant<TileKind, TileKind::kWhole> all_visible;
@@ -684,7 +688,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
           i = 0;
           skip_tiles(at, before);
           if constexpr (Score::kHasLocalKeys) {
-            while (i < seen) step(mixed);
+            while (i < seen) step(mixed);  // of any kind: `visit` looks it up
           } else {
             while (i < masked) step(mixed);
             while (i < whole) step(all_visible);

@@ -5,7 +5,7 @@
 // computed once for all blocks and are loaded with the tile; a query as a column has its factor in its row score. If all keys
 // of the tile come before all queries that see it, no factor exceeds 1. If the tile as a whole decays by no more than
 // kMostSpan, no factor exceeds 2^kMostSpan. Other partly visible tiles take the difference of G for each pair, which stays
-// accurate for large sums.
+// accurate for large sums. An exact window has exponents with their rounding errors instead.
 #pragma once
 
 #include <climits>
@@ -28,8 +28,8 @@ struct DecayVisibility : TableVisibility {
 template <class Visibility>
 inline constexpr bool kHasDecay = std::is_same_v<Visibility, DecayVisibility>;
 
-// Largest decay within a partly visible tile, in units of log 2, up to which it uses factors of rows and columns. In an exact window:
-// up to which parts of it do that are wholly visible.
+// Largest decay within a tile, in units of log 2, up to which a partly visible tile uses factors of rows and columns. In the forward
+// of an exact window, all pairs of a tile that decays by more take exponents with rounding errors.
 inline constexpr float kMostSpan = 48.f;
 
 // Shared by all columns of a tile; stored after the columns.
@@ -124,9 +124,10 @@ void fill_key_factors(const AttentionParams& p, void* result, cudaStream_t strea
 }
 
 inline constexpr int kDecayQueries = 64;  // queries per tile
-inline size_t decayed_row_score_bytes(const Problem& p) {
-  using Tile = DecayTile<ExactWindowScore, false, kDecayQueries>;  // the largest
-  return static_cast<size_t>(p.b) * p.h * ((p.n + kDecayQueries - 1) / kDecayQueries) * Tile::kBytes;
+inline size_t decayed_row_score_bytes(const AttentionParams& p) {
+  const int tile = p.exact_window > 0 ? DecayTile<ExactWindowScore, false, kDecayQueries>::kBytes
+                                      : DecayTile<PolynomialScore, false, kDecayQueries>::kBytes;  // as of softmax
+  return static_cast<size_t>(p.b) * p.h * ((p.n + kDecayQueries - 1) / kDecayQueries) * tile;
 }
 template <class Score>
 void decay_row_scores(const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result, cudaStream_t stream) {
@@ -149,7 +150,7 @@ struct TileDecay {
   float2 rows[2];     // G of the rows
   float of_rows[2];   // factors of the rows in the current tile
   float errors[2];    // of an exact window, in partly visible tiles: rounding errors of these exponents
-  bool takes_pairs;   // whether the current tile needs a factor per pair
+  bool takes_pairs;   // whether the current tile is partly visible and decays by more than kMostSpan
 
   __device__ __forceinline__ TileDecay(const AttentionParams& p, int state, int row) : p(p), state(state) {
 #pragma unroll

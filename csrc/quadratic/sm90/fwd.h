@@ -9,8 +9,7 @@
 //   tensor core    S(1)        | S(2)  P(1)V(1) | S(3)  P(2)V(2) | ...
 //   CUDA cores           w(1)  |       w(2)     |       w(3)     |
 //
-// Exponentials take as long as the products. Scores with exponentials therefore let consumers take turns at starting products
-// (kTakesTurns).
+// Exponentials of softmax take as long as the products. Its consumers therefore take turns at starting products (kTakesTurns).
 #pragma once
 
 #include <algorithm>
@@ -51,8 +50,8 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // per consumer; 2: the next queries load early
   static constexpr bool kTakesTurns = Score::kFollowsRowMax && !Score::kHasLocalKeys;
   // Queries as an operand in registers. From shared memory the products would read them again for each tile, and with K, V and
-  // the loads that takes almost as long as the products. Exact windows have registers for them up to head dim 64; softmax and decays
-  // need the registers.
+  // the loads that takes almost as long as the products. Exact windows have registers for them up to head dim 64; of other calls,
+  // those without exponentials and tables from head dim 96 on.
   static constexpr bool kKeepsQueries =
       Score::kHasLocalKeys ? kHeadDim <= 64 : kHeadDim >= 96 && !Score::kFollowsRowMax && !Visibility::kHasTables;
 
@@ -229,7 +228,7 @@ struct QuadraticFwdRows {
     if constexpr (kDecays) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) rows[half] = make_float2(decay.of_rows[half], decay.errors[half]);
-      // Rounding errors matter where factors may be large.
+      // Of a tile that decays by so much factors might overflow, and rounding errors matter.
 #pragma unroll
       for (TileKind& kind : kinds) {
         if (decay.takes_pairs && kind != TileKind::kHidden) kind = TileKind::kMixed;
@@ -423,10 +422,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   __syncthreads();
   ptx::wait_for_earlier_kernels();
 
-  // Tiles of kTile keys of `block` that the `rows` queries from `row` on see.
+  // Tiles of `tile_keys` keys of `block` that the `rows` queries from `row` on see.
   const auto tiles_of = [&](auto tile_keys, const HeadIndex& head, int row, int rows, Range block) {
-    const int last = min(row + rows, p.n) - 1;
-    return key_tile_ranges<decltype(tile_keys)::value>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, last, block);
+    const Visibility sees(p, head.batch * p.hk + head.kv_head);
+    return key_tile_ranges<decltype(tile_keys)::value>(sees, kept, head.batch, row, min(row + rows, p.n) - 1, block);
   };
   const std::integral_constant<int, Tile::kKeys> whole_tiles;
   // If the last block of a head does not fill up, the first block leaves out consumers instead: the last rows see most keys,
