@@ -69,7 +69,7 @@ SPILL_EXCEPTIONS = {
     r"linear_grad_sm90_kernel<64, .*DecayKind\)[123], (true|false)>": "up to eight words of decays beside what fills the "
     "registers; most once per work tile, one or two once per two stars",
     r"linear_state_sm90_kernel<128, .*Rows\)3, false>": "three words, once per chunk",
-    r"decay_gradient_kernel": "eight words of the scan over a tile, once per tile",
+    r"decay_gradient_kernel\(": "up to ten words of the scan over a tile, once per tile",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: the factor of the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, .*, 64>": "two or three words "
@@ -99,7 +99,6 @@ SPILL_EXCEPTIONS = {
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
     r"sm_120 .*linear_part_scan_kernel<fastmax::Tf32, 96, false>": "a word once per eight parts",
     r"sm_120 .*buffered_kernel<float4, 8>": "two words once per 32 rows of a state",
-    r"sm_120 .*decay_gradient_kernel\(": "up to ten words once per tile of tokens",
     r"sm_8\d .*linear_decay_tiles_kernel\(": "a word once per row",
     r"sm_1\d\d .*split_heads_backward_kernel<__\w+, 4, false, 4,": "a word or two, at most twice per "
     "four tokens; none on sm_80 and sm_90",

@@ -6,7 +6,8 @@ on several ranks. Inputs with other placements (tokens, channels, partial sums) 
 
 Operators are registered by `torch.library.register_torch_dispatch`, because `register_sharding` does not fit. DTensor's
 dispatcher returns the first argument of operators whose name ends in an underscore. It shards heads unevenly, which would pair
-queries with wrong keys. It caches output metadata without bool arguments, one of which sets the dtype of `finite_decay`.
+queries with wrong keys. It caches output metadata without bool arguments, which set the dtypes of
+`finite_decay` and `rotary_factors`.
 """
 
 from __future__ import annotations

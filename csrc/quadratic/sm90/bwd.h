@@ -155,8 +155,8 @@ struct QuadraticBwdRows {
   }
 
   // Converts S and D of the tile that begins at token `begin` to P and dS. visible: bits of visible_keys or visible_queries, read
-  // only for kinds that mask pairs. stage: address of the stage, for the data of its columns. lane_row: first row of this lane. streamed: row scores of the
-  // streamed head.
+  // only for kinds that mask pairs. stage: address of the stage, for the data of its columns. lane_row: first row of this lane.
+  // streamed: row scores of the streamed head.
   template <TileKind kKind, class Decay>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
                                                 int lane_row, const BwdParams& p, const float4* streamed) {
