@@ -367,9 +367,9 @@ def test_flex_is_dense(device, width):
             given = [x.to(dtype) if x is not bias else x.clone() for x in (q, k, v, bias)]
             given = [x.detach().requires_grad_(on_gpu) for x in given]
             if by_flex:
-                own = flex(*given, 0.125, log_weight, memories._mask(keys, 128, n, q.device), tensors)
+                own = flex(*given, 0.125, log_weight, memories._mask(keys, 128, n, q.device), *tensors)
             else:
-                own = memories._dense(*given, 0.125, log_weight, keys, 128, tensors)
+                own = memories._dense(*given, 0.125, log_weight, keys, 128, *tensors)
             seen = own.log_scale > -1e30
             found = [own.sums.float(), own.mass.float(), torch.where(seen, own.log_scale, 0)]
             if on_gpu:

@@ -42,6 +42,11 @@ class Part(NamedTuple):
     log_scale: Tensor  # (b, h, n), float32; -inf where there are no keys
 
 
+def f(s: Tensor) -> Tensor:
+    """Returns the weights 1 + s + s^2 / 2 of the polynomial."""
+    return 1 + s + 0.5 * s * s
+
+
 # ---- logs of weights: functions of the score, of the indices of batch, head, query and key, and of tensors
 
 
@@ -50,7 +55,7 @@ def exact(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def polynomial(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return torch.log(1 + s + 0.5 * s * s)
+    return torch.log(f(s))
 
 
 def constant(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -115,8 +120,8 @@ def part(
     """
     count = q.shape[0] * q.shape[1] * q.shape[2] ** 2
     if not q.is_cuda or count <= DENSE:
-        return _dense(q, k, v, bias, scale, log_weight, keys, w, tensors)
-    return _compiled(_flex)(q, k, v, bias, scale, log_weight, _mask(keys, w, q.shape[2], q.device), tensors)
+        return _dense(q, k, v, bias, scale, log_weight, keys, w, *tensors)
+    return _compiled(_flex)(q, k, v, bias, scale, log_weight, _mask(keys, w, q.shape[2], q.device), *tensors)
 
 
 def merged(*parts: Part) -> Tensor:
@@ -132,17 +137,9 @@ def _merged(*parts: Part) -> Tensor:
 
 
 def _dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    scale: float,
-    log_weight: Callable,
-    keys: Callable,
-    w: int,
-    tensors: tuple[Tensor, ...],
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, log_weight: Callable, keys: Callable, w: int, *tensors: Tensor
 ) -> Part:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = eager.compute_dtype(q.dtype)
     sizes = (*q.shape[:3], q.shape[2])
     place = [
         torch.arange(size, device=q.device).view([-1 if at == axis else 1 for at in range(4)])
@@ -158,14 +155,7 @@ def _dense(
 
 
 def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    scale: float,
-    log_weight: Callable,
-    mask: BlockMask,
-    tensors: tuple[Tensor, ...],
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, log_weight: Callable, mask: BlockMask, *tensors: Tensor
 ) -> Part:
     """As `_dense`, by FlexAttention, whose kernels want powers of two as widths and have no room for more than CHANNELS."""
     constant_bias = bias.detach()
@@ -251,7 +241,7 @@ class Memory(fastmax.FastmaxSelfAttention):
     @torch.compiler.disable  # FlexAttention is compiled on its own, for each length
     def _outside_graphs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            zeros = torch.zeros(q.shape[:3], dtype=self._exact_dtype(q), device=q.device)
+            zeros = torch.zeros(q.shape[:3], dtype=eager.compute_dtype(q.dtype), device=q.device)
             decays = zeros if log_decay is None else -log_decay.cumsum(-1)
             return self._attention(x, q, k, v, decays).to(q.dtype)
 
@@ -271,11 +261,7 @@ class Memory(fastmax.FastmaxSelfAttention):
 
     def _projected(self, proj: nn.Linear, x: Tensor) -> Tensor:
         """Returns x W + b (b, h, n) of a projection to one channel per head, in float32."""
-        return proj(x.to(self._exact_dtype(x))).transpose(1, 2)
-
-    @staticmethod
-    def _exact_dtype(x: Tensor) -> torch.dtype:
-        return torch.float64 if x.dtype == torch.float64 else torch.float32
+        return proj(x.to(eager.compute_dtype(x.dtype))).transpose(1, 2)
 
 
 def to_heads(layer: fastmax.FastmaxSelfAttention, bias: float = 0.0) -> nn.Linear:
@@ -382,10 +368,6 @@ def first_order(x: Tensor, temperature: float) -> Tensor:
 
 def second_order_products(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """Returns the products (b, h, n, m) of the features of q and k, from their scores alone."""
-
-    def f(s: Tensor) -> Tensor:
-        return 1 + s + 0.5 * s * s
-
     own = (f(x.square().sum(-1) / temperature).rsqrt() for x in (q, k))
     return f(q @ k.mT / temperature) * next(own).unsqueeze(-1) * next(own).unsqueeze(-2)
 
@@ -582,7 +564,7 @@ def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Te
         (b, h, m, n / BLOCK).
     """
     s = (q @ k.mT).to(log_weight.dtype) * scale
-    return ((1 + s + 0.5 * s * s) * log_weight.exp()).unflatten(-1, (-1, BLOCK)).sum(-1)
+    return (f(s) * log_weight.exp()).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
 def score_of_mean_key(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,6 @@ from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
 
 NEEDLE = needle.SETTINGS["25M"]
-NEEDLE_TRIED = needle.SETTINGS["0.2M"]
 SETTINGS: dict[str, needle.Setting | language.Setting | recall.Setting] = {
     "needle": replace(
         NEEDLE, model=replace(NEEDLE.model, steps=600), lengths=tuple(2**k for k in range(12, 17)), texts=64, test_tokens=2**20
@@ -31,7 +30,7 @@ SETTINGS: dict[str, needle.Setting | language.Setting | recall.Setting] = {
         test_sequences=256,
     ),
     # For trials without a GPU
-    "needle 0.2M": NEEDLE_TRIED,
+    "needle 0.2M": needle.SETTINGS["0.2M"],
     "steps 0.8M": equal_steps.SETTINGS["0.8M"],
     "recall width 32": recall.SETTINGS["width 32"],
 }

@@ -8,10 +8,10 @@
 // A warpgroup owns 64 rows of x and x2, which stay in shared memory; persistent blocks of two warpgroups. For each tile T (64 features x
 // all channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
 //   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
-// which covers the tiles (s, s) with no special case, as the snapshot has weights for that. Where diagonals are packed (snapshot.h), lanes
-// exchange what diagonal tiles give to columns of other lanes, and W of opposite columns. The gradient has the layout of an accumulator:
-// block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the gradient is rotated
-// by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 x2 is an operand in
+// which covers the tiles (s, s) with no special case, as the snapshot has weights for that. Where diagonals are packed (snapshot.h),
+// lanes exchange what diagonal tiles give to columns of other lanes, and W of opposite columns. The gradient has the layout of an
+// accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
+// gradient is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it. At head dim 128 x2 is an operand in
 // registers: read from shared memory for each tile, it would make that slower than the tensor cores.
 //
 // With decays, the inter-chunk part of each row of x is multiplied by its decay. Where their gradient is wanted, the kernel also
@@ -326,8 +326,8 @@ __device__ __forceinline__ void add_diagonal_products(const float* w, const Bloc
   }
 }
 
-// The same for the opposite columns: this lane has W of two columns in one of an octet's blocks, and the lane with the opposite columns that
-// in the other block.
+// The same for the opposite columns: this lane has W of two columns in one of an octet's blocks, and the lane with the opposite columns
+// that in the other block.
 template <class RowTile>
 __device__ __forceinline__ void add_opposite_products(const float (&w)[16], uint32_t x_tile, int row, float* gradient, int t) {
   const uint32_t opposite = x_tile + (t + 2) % 4 * 4;
