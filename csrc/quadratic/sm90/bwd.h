@@ -200,7 +200,7 @@ struct QuadraticBwdRows {
       const int column = 8 * j + 2 * (lane_index() % 4);
       float2 queries[2], keys;
       if constexpr (kOwnsKeys) load_queries<0>(queries, columns, column);
-      else if constexpr (kDecays) keys = decay.columns(columns + ColumnTile::kPowers, column);
+      else if constexpr (kDecays) keys = load_key_factors(columns + ColumnTile::kPowers, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e;
@@ -246,8 +246,8 @@ struct QuadraticBwdRows {
       const int column = 8 * j + 2 * t;
       float2 queries[2], keys = make_float2(0.f, 0.f), errors = make_float2(0.f, 0.f);
       if constexpr (kOwnsKeys) load_queries<1>(queries, columns, column);
-      else if constexpr (kDecays) keys = decay.columns(columns, column);
-      if constexpr (kDecays && kMasks) errors = decay.columns(columns + ColumnTile::kErrors, column);
+      else if constexpr (kDecays) keys = load_key_factors(columns, column);
+      if constexpr (kDecays && kMasks) errors = load_key_factors(columns + ColumnTile::kErrors, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e, half = e / 2;
@@ -317,7 +317,7 @@ struct QuadraticBwdRows {
           sums[e] = decay.sum_of_column(begin + column + e);
         }
       } else if constexpr (kHasDecay<Visibility> && !kOwnsKeys) {
-        keys = decay.columns(columns, column);
+        keys = load_key_factors(columns, column);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

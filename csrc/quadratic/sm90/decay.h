@@ -140,6 +140,11 @@ struct NoTileDecay {
   __device__ __forceinline__ void start(uint32_t) {}
 };
 
+// Factors of two neighbouring keys that are columns. factors: shared-memory address of those of the tile.
+__device__ __forceinline__ float2 load_key_factors(uint32_t factors, int column) {
+  return ptx::load_shared_f32x2(factors + column * static_cast<int>(sizeof(float)));
+}
+
 // Factors of this lane's rows, `row` and row + 8. kOwnsKeys: rows are keys and columns are queries; else rows are queries.
 // kTile: columns per tile.
 template <class Score, bool kOwnsKeys, int kTile>
@@ -175,11 +180,6 @@ struct TileDecay {
         of_rows[half] = Score::key_factor(decay(later, earlier));
       }
     }
-  }
-
-  // Factors of two neighbouring keys that are columns.
-  __device__ __forceinline__ static float2 columns(uint32_t columns, int column) {
-    return ptx::load_shared_f32x2(columns + column * static_cast<int>(sizeof(float)));
   }
 
   // Factor of a single pair. column: G of the column.

@@ -171,7 +171,7 @@ struct QuadraticFwdRows {
         const typename Score::DecayedRow rows[2] = {score.decayed_row(decay.of_rows[0]), score.decayed_row(decay.of_rows[1])};
 #pragma unroll
         for (int j = 0; j < Tile::kKeys / 8; ++j) {
-          const float2 keys = decay.columns(factors, 8 * j + lane_index() % 4 * 2);
+          const float2 keys = load_key_factors(factors, 8 * j + lane_index() % 4 * 2);
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[4 * j + e] = rows[e / 2].at(s[4 * j + e], e % 2 == 0 ? keys.x : keys.y);
         }
@@ -235,13 +235,13 @@ struct QuadraticFwdRows {
       }
     }
     const auto of_keys = [&](int j) {
-      if constexpr (kDecays) return load_factors(factors, 8 * j + 2 * t);
+      if constexpr (kDecays) return load_key_factors(factors, 8 * j + 2 * t);
       else return make_float2(0.f, 0.f);
     };
     const auto errors_of_keys = [&](int j) {
       float2 x = make_float2(0.f, 0.f);
       if constexpr (kDecays && Tile::kLoadsAllFactors) {
-        x = load_factors(factors + Tile::FactorTile::kErrors, 8 * j + 2 * t);
+        x = load_key_factors(factors + Tile::FactorTile::kErrors, 8 * j + 2 * t);
       } else if constexpr (kDecays) {
         if (decay.takes_pairs) x = ptx::load_global_here(reinterpret_cast<const float2*>(errors + 8 * j + 2 * t));
       }
@@ -269,19 +269,20 @@ struct QuadraticFwdRows {
     // Finds these, and sets the scores of parts without global keys to y.
     const auto prepare = [&](auto kind, int part) {
       constexpr TileKind kKind = decltype(kind)::value;
-      if constexpr (kKind == TileKind::kWhole) return;
-      if constexpr (kMasksPairs<kKind>) of_visible(visible[part], part);
-      if constexpr (kSelectsPairs<kKind>) local_columns(local[part], window, position, key_begin + part * Tile::kPart, t);
-      for_each_pair(kind, part, [&](int i, float exponent) {
-        float y = ptx::compute_first(fmaf(score.c, s[i], exponent));
-        const int in_part = i % (Tile::kPart / 2);
-        bool counts = true;
-        if constexpr (kMasksPairs<kKind>) counts = is_visible(visible[part], in_part);
-        if constexpr (kSelectsPairs<kKind>) counts = counts && is_visible(local[part], in_part);
-        y = counts ? y : -INFINITY;
-        if constexpr (!kSelectsPairs<kKind>) s[i] = y;
-        largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], y);
-      });
+      if constexpr (kKind != TileKind::kWhole) {
+        if constexpr (kMasksPairs<kKind>) of_visible(visible[part], part);
+        if constexpr (kSelectsPairs<kKind>) local_columns(local[part], window, position, key_begin + part * Tile::kPart, t);
+        for_each_pair(kind, part, [&](int i, float exponent) {
+          float y = ptx::compute_first(fmaf(score.c, s[i], exponent));
+          const int in_part = i % (Tile::kPart / 2);
+          bool counts = true;
+          if constexpr (kMasksPairs<kKind>) counts = is_visible(visible[part], in_part);
+          if constexpr (kSelectsPairs<kKind>) counts = counts && is_visible(local[part], in_part);
+          y = counts ? y : -INFINITY;
+          if constexpr (!kSelectsPairs<kKind>) s[i] = y;
+          largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], y);
+        });
+      }
     };
 #pragma unroll
     for (int part = 0; part < Tile::kParts; ++part) {
@@ -327,10 +328,6 @@ struct QuadraticFwdRows {
     add_weights();
   }
 
-  static __device__ __forceinline__ float2 load_factors(uint32_t factors, int column) {
-    return ptx::load_shared_f32x2(factors + column * static_cast<int>(sizeof(float)));
-  }
-
   // Converts scores of global keys, in blocks of 8, that all rows see.
   __device__ __forceinline__ void weigh_global_keys(const typename PolynomialScore::DecayedRow (&rows)[2], uint32_t factors, int begin,
                                                     int end) {
@@ -340,9 +337,9 @@ struct QuadraticFwdRows {
       if constexpr (kDecays) {
         const int column = 8 * j + lane_index() % 4 * 2;
         if constexpr (Tile::kLoadsAllFactors) {
-          keys = load_factors(factors + Tile::FactorTile::kPowers, column);
+          keys = load_key_factors(factors + Tile::FactorTile::kPowers, column);
         } else {
-          keys = load_factors(factors, column);
+          keys = load_key_factors(factors, column);
           keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
         }
       }

@@ -280,6 +280,7 @@ struct StateConsumer {
   // sums; where a block has one star, all of the second one.
   static constexpr bool kMayBeColumns = !Tile::kPacksDiagonal || kOwn == Tile::kLastTiles;
   static constexpr bool kMayBeDiagonal = Tile::kPacksDiagonal && (kOwn == Tile::kOwnTiles) == Tile::kPairsStars;
+  static constexpr bool kPacksLast = kMayBeDiagonal || Tile::kPacksDiagonal && kMayBeColumns;
 
   const Block& b;
   const Share& share;
@@ -460,15 +461,15 @@ struct StateConsumer {
 #pragma unroll
       for (int j = 0; j < kFirst; ++j) add(j, rows);
       wgmma_commit();
-      if constexpr (kRoundsScales) {
+      if constexpr (kMayBeColumns && kRoundsScales) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) scale[h] = ptx::load_shared_u32(last_at + (16 * k + 8 * h) * 2);
         keep(scale);
-      } else if constexpr (kBounded) {
+      } else if constexpr (kMayBeColumns && kBounded) {
         load_pairs(scale, last_at, k);
         if (!share.of_y) scale[0] = scale[1] = kOne;
         keep(scale);
-      } else if constexpr (kScaled) {
+      } else if constexpr (kMayBeColumns && kScaled) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
@@ -477,12 +478,12 @@ struct StateConsumer {
         keep(scale);
       }
       [[maybe_unused]] uint32_t factors[2][2];
-      if constexpr (kMayBeDiagonal || Tile::kPacksDiagonal && kMayBeColumns) load_factors(factors, scale);
+      if constexpr (kPacksLast) load_factors(factors, scale);
       wgmma_wait<1>();
       // The stage before, whose products are done: also where it was the last of its run.
       if (k == 0) b.ring.release({own.stage == 0 ? kStages - 1 : own.stage - 1}, b.lane, !is_first);
       make_features(m, kFirst, kOwn - 1);
-      if constexpr (kMayBeDiagonal || Tile::kPacksDiagonal && kMayBeColumns) make_packed_features(factors);
+      if constexpr (kPacksLast) make_packed_features(factors);
       else make_last_features(m, scale);
       // Behind the last rows of a run, the first of the next one; behind the last of all, not used.
       load_rows(k < 3 ? y + (k + 1) * 16 * RowTile::kRowBytes : b.stages_at + at.stage * Tile::kStageBytes + kTileBytes);
