@@ -518,6 +518,18 @@ def test_other_pages(tmp_path):
     assert f"| {title} | 0.5000 | 0.9000 |  |  | 0.6000 |" in text_of("conversion", found, tmp_path)
 
 
+def test_page_of_memory(tmp_path):
+    """Means with the lowest and the highest seed, in a table for each setting."""
+    both = [row | {"variant": name} for row in needle_rows() for name in ("gate", "softmax_parts")]
+    further = [row | {"seed": 2, "value": row["value"] / 2} for row in both if row["variant"] == "gate"]
+    read = [row | {"variant": "gate"} for row in recall_rows()]
+    text = text_of("memory", [*both, *further, *read], tmp_path)
+    assert "| attention | seeds | 4k tokens | 8k tokens | loss | above softmax, same parts |" in text
+    assert "| input gate | 2 | 75 (50 to 100) | 47 (31 to 62) | 0.562 (0.375 to 0.750) | +0.000 |" in text
+    assert "| softmax, same parts | 1 | 100 | 62 | 0.750 | +0.000 |" in text
+    assert "| attention | seeds | 4 pairs | 256 pairs |" in text and "| input gate | 1 | 90 | 80 |" in text
+
+
 def test_pages_fail_rather_than_leave_a_blank(tmp_path):
     found = loss_rows("ablation")
     with pytest.raises(LookupError, match="one row of each seed"):

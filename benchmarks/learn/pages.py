@@ -79,7 +79,7 @@ def recall(found: pd.DataFrame) -> Lines:
 
 def needle(found: pd.DataFrame) -> Lines:
     lengths = sorted(where(found, measure="needle")["at"].unique())
-    yield ["attention", *(f"{n // 1024}k tokens" if n >= 1024 else f"{n} tokens" for n in lengths), "validation loss"]
+    yield ["attention", *map(tokens_of, lengths), "validation loss"]
     for name, title in in_order(found, TITLES).items():
         own = where(found, variant=name)
         found_at = [[seed_values(own, measure=measure, at=n).mean() for measure in ("needle", "letters")] for n in lengths]
@@ -96,6 +96,38 @@ def conversions(found: pd.DataFrame) -> Lines:
         yield [title, *(f"{losses[stage].mean():.4f}" if stage in losses else "" for stage in stages)]
 
 
+def memory(found: pd.DataFrame) -> Lines:
+    """Facts or values found, and losses: means over the seeds, lowest and highest."""
+    shared = [measure for measure in ("needle", "accuracy") if measure in set(found["measure"])]
+    columns = [(measure, at) for measure in shared for at in sorted(where(found, measure=measure)["at"].unique())]
+    has_loss = "loss" in set(found["measure"])
+    yield ["attention", "seeds", *map(_count_of, columns), *(["loss", f"above {TITLES['softmax_parts']}"] if has_loss else [])]
+    for name, title in in_order(found, TITLES).items():
+        own = where(found, variant=name)
+        if "accuracy" in shared:
+            own = where(own, lr=best_rate(found, name, own["setting"].iloc[0]))
+        values = [spread(seed_values(own, measure=measure, at=at), "{:.0f}") for measure, at in columns]
+        if has_loss:
+            values += [spread(seed_values(own, measure="loss"), "{:.3f}")]
+            values += [f"{above(found, name, 'softmax_parts', measure='loss'):+.3f}"]
+        yield [title, str(own["seed"].nunique()), *values]
+
+
+def _count_of(column: tuple[str, int]) -> str:
+    measure, at = column
+    return f"{at} pairs" if measure == "accuracy" else tokens_of(at)
+
+
+def spread(values: pd.Series, form: str) -> str:
+    """Returns the mean, and the lowest and the highest value where there are several."""
+    mean, low, high = (form.format(x) for x in (values.mean(), values.min(), values.max()))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+
+
+def tokens_of(n: int) -> str:
+    return f"{n // 1024}k tokens" if n >= 1024 else f"{n} tokens"
+
+
 # Name of an experiment -> its table, and the figures below it: name -> alternative text
 TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "equal-steps": (equal_steps, {"equal_steps": "validation loss by step"}),
@@ -104,6 +136,7 @@ TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "recall": (recall, {"recall": "accuracy by pairs"}),
     "needle": (needle, {"needle": "facts found by length of the text"}),
     "conversion": (conversions, {}),
+    "memory": (memory, {}),
 }
 
 
