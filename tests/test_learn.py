@@ -38,7 +38,7 @@ TINY = language.Setting(
 )
 TINY_RECALL = recall.Setting(16, 32, 1, ((16, 2), (16, 4)), ((16, 2), (32, 8)), 64, steps=4, warmup=1, test_sequences=8)
 TINY_NEEDLE = needle.Setting(
-    replace(TINY, context=64), replace(TINY, context=128), facts=2, lengths=(64, 128), texts=4, test_tokens=256
+    replace(TINY, context=64), replace(TINY, context=128), facts=2, short_facts=1, lengths=(64, 128), texts=4, test_tokens=256
 )
 SIZES = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 1024}  # of equal_steps on a GPU
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def tiny(monkeypatch):
     ):
         monkeypatch.setattr(module, "SETTINGS", dict.fromkeys(module.SETTINGS, setting))
     of_type = {language.Setting: TINY, needle.Setting: TINY_NEEDLE, recall.Setting: TINY_RECALL}
-    monkeypatch.setattr(memory, "SETTINGS", {name: of_type[type(setting)] for name, setting in memory.SETTINGS.items()})
+    monkeypatch.setattr(memory, "TRIALS", {name: of_type[type(setting)] for name, setting in memory.TRIALS.items()})
     monkeypatch.setattr(conversion, "TRANSFER_STEPS", 2)
     monkeypatch.setattr(conversion, "FINETUNE_STEPS", 2)
 
@@ -81,8 +81,8 @@ MEASURES = {
     "equal-steps": ("p2_all", {"train", "val", "position", "last_quarter", "loss"}),
     "equal-time": ("softmax_sdpa", {"train", "val", "position", "last_quarter", "loss"}),
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
-    "needle": ("hybrid", {"train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
-    "memory": ("gate", {"train", "val", "position", "last_quarter", "loss", "needle", "letters", "accuracy"}),
+    "needle": ("hybrid", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
+    "memory": ("gate", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters", "accuracy"}),
     "recall": ("p1_all", {"train", "accuracy"}),
     "conversion": ("window_decay", {"before", "swapped", "fitted", "transferred", "finetuned"}),
 }
@@ -217,7 +217,7 @@ def test_every_run_is_of_a_known_variant_and_setting():
         for name, experiment in __main__.EXPERIMENTS.items():
             module = sys.modules[experiment.execute.__module__]
             of_experiment = {"recall": recall.VARIANTS, "conversion": conversion.VARIANTS}.get(name, variants.VARIANTS)
-            settings = equal_steps.SETTINGS if name == "conversion" else module.SETTINGS
+            settings = equal_steps.SETTINGS if name == "conversion" else module.SETTINGS | getattr(module, "TRIALS", {})
             runs = experiment.runs(kind)
             assert len({run.key for run in runs}) == len(runs) > 0
             assert all(run.variant in of_experiment and run.setting in settings and run.seed == 1 for run in runs)

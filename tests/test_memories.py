@@ -183,7 +183,7 @@ def test_delta_memory(features, decay, monkeypatch):
     layer = randomised(memories.DeltaMemory(16, 2, features=features, decay=decay, **OPTIONS))
     x = torch.randn(1, 12, 16, dtype=torch.float64)
     q, k, v, log_decay = heads(layer, x)
-    near = memories.merged(layer._near(q, k, v, -log_decay.cumsum(-1)))
+    near = memories.merged(layer._near(q, k, v, log_decay))
     expected = layer._output(layer.near_norm(near) + layer.memory_norm(naive_delta(layer, x, features)[1]), x)
     torch.testing.assert_close(layer(x), expected)
     loss = torch.randn_like(expected)

@@ -4,7 +4,8 @@ Each is a subclass with the weights and parts of FastmaxSelfAttention, and one i
 values, as there. Its weights are computed in parts, of which each has its own keys (those within the exact window, those beyond
 it) and its own function of the score. Shapes: q and k (b, h, n, d), v (b, h, n, dv), decays and gates (b, h, n).
 
-Long sequences on a GPU are computed by FlexAttention, all others by the full matrix of weights.
+The library computes the parts of its own functions: softmax within the window, and the polynomial beyond it. The others are
+computed by FlexAttention for long sequences on a GPU, else by the full matrix of weights.
 """
 
 from __future__ import annotations
@@ -124,6 +125,31 @@ def part(
     return _compiled(_flex)(q, k, v, bias, scale, log_weight, _mask(keys, w, q.shape[2], q.device), *tensors)
 
 
+def softmax_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, w: int) -> Part:
+    """Returns the keys within a window of w with weights exp(s - G_j)."""
+    o, lse = fastmax.flash_attention(q, k, v, causal=True, scale=scale, window=w, log_decay=log_decay, return_lse=True)
+    return Part(o, torch.ones_like(o[..., :1]), lse - log_decay.cumsum(-1))
+
+
+def polynomial_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Tensor | None, scale: float, w: int) -> Part:
+    """Returns the keys beyond a window of w with weights exp(gate_j - G_j) f(s).
+
+    The operator has no gate: values and a channel of ones are multiplied by exp(gate).
+    """
+    keys = max(q.shape[2] - w, 0)
+    values = v
+    if gate is not None:
+        ones = gate.exp().unsqueeze(-1)
+        values = torch.cat([v * ones, ones], dim=-1).to(v.dtype)
+    k, values, log_decay = (rows[:, :, :keys] for rows in (k, values, log_decay))
+    options = {"causal": True, "temperature": 1 / scale, "log_decay": log_decay, "return_lse": True}
+    o, lse = fastmax.fastmax_attention(q[:, :, w:], k, values, **options)
+    sums, mass = (o, torch.ones_like(o[..., :1])) if gate is None else (o[..., :-1], o[..., -1:])
+    before = (0, 0, q.shape[2] - keys, 0)  # the first queries have no such key
+    log_scale = F.pad(lse - log_decay.cumsum(-1), before[2:], value=float("-inf"))
+    return Part(F.pad(sums, before), F.pad(mass, before), log_scale)
+
+
 def merged(*parts: Part) -> Tensor:
     """Returns the weighted mean of the values (b, h, n, dv) over the keys of all parts, in float32 or float64."""
     return (_compiled(_merged) if parts[0].sums.is_cuda else _merged)(*parts)
@@ -241,22 +267,26 @@ class Memory(fastmax.FastmaxSelfAttention):
     @torch.compiler.disable  # FlexAttention is compiled on its own, for each length
     def _outside_graphs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            zeros = torch.zeros(q.shape[:3], dtype=eager.compute_dtype(q.dtype), device=q.device)
-            decays = zeros if log_decay is None else -log_decay.cumsum(-1)
-            return self._attention(x, q, k, v, decays).to(q.dtype)
+            if log_decay is None:
+                log_decay = torch.zeros(q.shape[:3], dtype=eager.compute_dtype(q.dtype), device=q.device)
+            return self._attention(x, q, k, v, log_decay).to(q.dtype)
 
     @property
     def scale(self) -> float:
         return 1 / self.options["temperature"] if self.options else 1 / math.sqrt(self.head_dim)
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        """Returns o (b, h, n, dv) for decays -G (b, h, n)."""
-        return merged(self._near(q, k, v, decays), self._far(q, k, v, decays))
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        """Returns o (b, h, n, dv) for log_decay (b, h, n)."""
+        return merged(self._near(q, k, v, log_decay), self._far(q, k, v, log_decay))
 
-    def _near(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
-        return part(q, k, v, bias, self.scale, exact, near, self.exact_window)
+    def _near(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Part:
+        return softmax_part(q, k, v, log_decay, self.scale, self.exact_window)
 
-    def _far(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, log_weight: Callable = polynomial, *tensors: Tensor) -> Part:
+    def _far(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Tensor | None = None) -> Part:
+        return polynomial_part(q, k, v, log_decay, gate, self.scale, self.exact_window)
+
+    def _weighed(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, log_weight: Callable, *tensors: Tensor) -> Part:
+        """Returns the keys beyond the window with weights of another function."""
         return part(q, k, v, bias, self.scale, log_weight, far, self.exact_window, *tensors)
 
     def _projected(self, proj: nn.Linear, x: Tensor) -> Tensor:
@@ -305,15 +335,19 @@ class InputGate(Memory):
     def _gate(self, x: Tensor) -> Tensor:
         return self.shape(self._projected(self.write_proj, x), self.bound)
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        return merged(self._near(q, k, v, decays), self._far(q, k, v, decays + self._gate(x)))
+    def _bias(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        """Returns b_j - G_j, for `part`."""
+        return self._gate(x) - log_decay.cumsum(-1)
+
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        return merged(self._near(q, k, v, log_decay), self._far(q, k, v, log_decay, self._gate(x)))
 
 
 class GatedSoftmax(InputGate):
     """Softmax over all keys with weights exp(b_j + s)."""
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        return merged(part(q, k, v, decays + self._gate(x), self.scale, exact, causal, 0))
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        return merged(part(q, k, v, self._bias(x, log_decay), self.scale, exact, causal, 0))
 
 
 class LearnedPolynomial(InputGate):
@@ -327,13 +361,13 @@ class LearnedPolynomial(InputGate):
         super().__init__(*sizes, **options)
         self.log_polynomial = nn.Parameter(torch.tensor([[math.log(0.5)], [0.0], [0.0]]).repeat(1, self.num_heads))  # c0, c1, t
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        c0, c1, t = self.log_polynomial.to(decays.dtype).unsqueeze(-1)
-        bias = decays + self._gate(x)
-        low = self._far(q, k, v, bias, constant)
-        high = self._far((q * t.exp().unsqueeze(-1)).to(q.dtype), k, v, bias, square)
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        c0, c1, t = self.log_polynomial.to(log_decay.dtype).unsqueeze(-1)
+        bias = self._bias(x, log_decay)
+        low = self._weighed(q, k, v, bias, constant)
+        high = self._weighed((q * t.exp().unsqueeze(-1)).to(q.dtype), k, v, bias, square)
         low, high = (own._replace(log_scale=own.log_scale + c) for own, c in ((low, c0), (high, c1)))
-        return merged(self._near(q, k, v, decays), low, high)
+        return merged(self._near(q, k, v, log_decay), low, high)
 
 
 class UnrotatedFarKeys(InputGate):
@@ -344,11 +378,11 @@ class UnrotatedFarKeys(InputGate):
         self.near_rope_dim = self.rope_dim
         self.rope_dim = 0
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         positions = torch.arange(q.shape[2], device=q.device)
         rotation = Rotation.at(positions, self.near_rope_dim, self.rope_base, q.dtype)
         rotated = (eager.heads.rotate(rows.transpose(1, 2), *rotation).transpose(1, 2) for rows in (q, k))
-        return merged(self._near(*rotated, v, decays), self._far(q, k, v, decays + self._gate(x)))
+        return merged(self._near(*rotated, v, log_decay), self._far(q, k, v, log_decay, self._gate(x)))
 
 
 # ---- delta rule
@@ -432,17 +466,16 @@ class DeltaValues(InputGate):
         super().__init__(*sizes, **options)
         self.beta_proj = to_heads(self)
 
-    def _delta(self, x: Tensor, q: Tensor | None, k: Tensor, v: Tensor, decays: Tensor, features: Callable) -> tuple:
+    def _delta(self, x: Tensor, q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, features: Callable) -> tuple:
         """Returns u and the reads of `delta_rule`; the backward computes them again, since it needs all states."""
         beta = self._projected(self.beta_proj, x).sigmoid()
-        log_decay = torch.zeros_like(decays) if self.decay_proj is None else self._log_decay(x.to(decays.dtype), None)
-        exact = (None if rows is None else rows.to(decays.dtype) for rows in (q, k, v))
+        exact = (None if rows is None else rows.to(log_decay.dtype) for rows in (q, k, v))
         given = (*exact, beta, log_decay, features, 1 / self.scale)
         return checkpoint(delta_rule, *given, use_reentrant=False, preserve_rng_state=False)
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        u, _ = self._delta(x, None, k, v, decays, second_order)
-        return merged(self._near(q, k, v, decays), self._far(q, k, u.to(v.dtype), decays + self._gate(x)))
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        u, _ = self._delta(x, None, k, v, log_decay, second_order)
+        return merged(self._near(q, k, v, log_decay), self._far(q, k, u.to(v.dtype), log_decay, self._gate(x)))
 
 
 class DeltaMemory(DeltaValues):
@@ -458,9 +491,9 @@ class DeltaMemory(DeltaValues):
         self.features = features
         self.near_norm, self.memory_norm = (nn.RMSNorm(self.value_dim, 1e-6) for _ in range(2))
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        _, read = self._delta(x, q, k, v, decays, self.features)
-        return self.near_norm(merged(self._near(q, k, v, decays))) + self.memory_norm(read)
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        _, read = self._delta(x, q, k, v, log_decay, self.features)
+        return self.near_norm(merged(self._near(q, k, v, log_decay))) + self.memory_norm(read)
 
 
 # ---- keys and blocks that are chosen
@@ -477,24 +510,24 @@ class KeptKeys(InputGate):
         super().__init__(*sizes, **options)
         self.kept = kept
 
-    def _rank(self, gate: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+    def _rank(self, gate: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gate
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         gate = self._gate(x)
         with torch.no_grad():
-            rank = self._rank(gate, k, v, decays).contiguous()
+            rank = self._rank(gate, k, v).contiguous()
             least = least_kept(rank, self.kept, self.exact_window)
-        far_keys = self._far(q, k, v, decays + gate, kept_or_polynomial, rank, least)
-        return merged(self._near(q, k, v, decays), far_keys)
+        far_keys = self._weighed(q, k, v, gate - log_decay.cumsum(-1), kept_or_polynomial, rank, least)
+        return merged(self._near(q, k, v, log_decay), far_keys)
 
 
 class KeptByResidual(KeptKeys):
     """KeptKeys whose rank is the length of v - S^T phi(k): what the delta rule on second-order features did not predict."""
 
-    def _rank(self, gate: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        k, v = k.to(decays.dtype), v.to(decays.dtype)
-        never, always = torch.zeros_like(decays), torch.ones_like(decays)  # decays, beta
+    def _rank(self, gate: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.to(gate.dtype), v.to(gate.dtype)
+        never, always = torch.zeros_like(gate), torch.ones_like(gate)  # decays, beta
         return delta_rule(None, k, v, always, never, second_order, 1 / self.scale)[0].norm(dim=-1)
 
 
@@ -538,8 +571,8 @@ class ChosenBlocks(Memory):
         self.near_keys = self.exact_window if near_keys is None else near_keys
         self.count, self.by = count, mass_of_blocks if by is None else by
 
-    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        w = self.near_keys
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        w, decays = self.near_keys, -log_decay.cumsum(-1)
         with torch.no_grad():
             chosen = chosen_blocks(q, k, decays, self.scale, w, self.count, self.by)
         beyond = part(q, k, v, decays, self.scale, self.LOG_WEIGHT, far_blocks, w, chosen)

@@ -1,7 +1,7 @@
 """Memory: what a layer should keep of keys beyond its window: needle, equal steps and recall of prototypes.
 
-"needle" is the test of that name with a longer training, "steps" is equal-steps, and "recall" asks for 256 pairs within 4096
-tokens.
+"needle" is the test of that name with a longer training on long windows; in "needle, longer" the training on short windows is
+longer too and has more facts. "steps" is equal-steps, and "recall" asks for 256 pairs within 4096 tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
 
-NEEDLE = needle.SETTINGS["25M"]
-SETTINGS: dict[str, needle.Setting | language.Setting | recall.Setting] = {
-    "needle": replace(
-        NEEDLE, model=replace(NEEDLE.model, steps=600), lengths=tuple(2**k for k in range(12, 17)), texts=64, test_tokens=2**20
-    ),
+BASE = needle.SETTINGS["25M"]
+NEEDLE = replace(
+    BASE, model=replace(BASE.model, steps=600), lengths=tuple(2**k for k in range(12, 17)), texts=64, test_tokens=2**20
+)
+Setting = needle.Setting | language.Setting | recall.Setting
+SETTINGS: dict[str, Setting] = {
+    "needle, longer": replace(NEEDLE, short=replace(NEEDLE.short, steps=4000, batch=16, rows=20), short_facts=16),
+    "needle": NEEDLE,
     "steps": equal_steps.SETTINGS["25M"],
     "recall": recall.Setting(
         64,
@@ -29,10 +32,11 @@ SETTINGS: dict[str, needle.Setting | language.Setting | recall.Setting] = {
         test=((256, 32), (1024, 128), (4096, 256)),
         test_sequences=256,
     ),
-    # For trials without a GPU
-    "needle 0.2M": needle.SETTINGS["0.2M"],
-    "steps 0.8M": equal_steps.SETTINGS["0.8M"],
-    "recall width 32": recall.SETTINGS["width 32"],
+}
+TRIALS: dict[str, Setting] = {  # without a GPU
+    "needle, 0.2M": needle.SETTINGS["0.2M"],
+    "steps, 0.8M": equal_steps.SETTINGS["0.8M"],
+    "recall, width 32": recall.SETTINGS["width 32"],
 }
 RECALL_WINDOW = 32
 
@@ -55,11 +59,12 @@ SLOWER = 2.0  # factor of the time of the slowest variants
 
 
 def runs(device: torch.device) -> list[Run]:
-    return [run for name in SETTINGS if (" " in name) == (device.type != "cuda") for run in _runs_of(name)]
+    settings = SETTINGS if device.type == "cuda" else TRIALS
+    return [run for name, setting in settings.items() for run in _runs_of(name, setting)]
 
 
-def _runs_of(name: str) -> Iterator[Run]:
-    setting, kind = SETTINGS[name], name.partition(" ")[0]
+def _runs_of(name: str, setting: Setting) -> Iterator[Run]:
+    kind = name.partition(",")[0]
     rates: tuple[float, ...] = recall.LEARNING_RATES
     if isinstance(setting, needle.Setting):
         rates = (setting.model.lr,)
@@ -73,7 +78,7 @@ def _runs_of(name: str) -> Iterator[Run]:
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
     """Yields the rows of the experiment that the setting belongs to."""
-    setting, variant = SETTINGS[run.setting], VARIANTS[run.variant]
+    setting, variant = (SETTINGS | TRIALS)[run.setting], VARIANTS[run.variant]
     if isinstance(setting, needle.Setting):
         return needle.train_and_test(run, setting, place)
     if isinstance(setting, language.Setting):

@@ -33,7 +33,8 @@ TEST_SEED = 1
 class Setting:
     short: language.Setting  # for the first training, on short windows
     model: language.Setting
-    facts: int  # facts in a window of the model's context; short windows have as many per token
+    facts: int  # facts in a window of the model's context
+    short_facts: int  # facts in a short window
     lengths: tuple[int, ...]  # of test texts
     texts: int  # test texts per length; fewer if together they are longer than `test_tokens`
     test_tokens: int
@@ -50,6 +51,7 @@ SETTINGS = {
             equal_steps.SETTINGS["25M"], context=8192, batch=8, steps=300, lr=1e-3, warmup=30, rows=10, validation=32, final=64
         ),
         facts=64,
+        short_facts=8,
         lengths=tuple(2**k for k in range(12, 18)),
         texts=256,
         test_tokens=2**22,
@@ -58,6 +60,7 @@ SETTINGS = {
         replace(TRIED, context=64),
         TRIED,
         facts=4,
+        short_facts=2,
         lengths=(64, 128, 256),
         texts=32,
         test_tokens=2**12,
@@ -106,13 +109,18 @@ def found(gpt: nn.Module, texts: Tensor, bf16: bool) -> Tensor:
 
 
 def train(gpt: nn.Module, setting: Setting, seed: int, place: Place) -> list[Row]:
-    """Trains on short windows, then on the model's context; returns the rows of the latter, with counts of both."""
-    few = setting.facts * setting.short.context // setting.model.context
-    before = language.train(gpt, setting.short, seed, place, partial(with_facts, facts=few))[-1]
+    """Trains on short windows, then on the model's context.
+
+    Returns:
+        The rows of the latter, with counts of both; and the validation losses of the former ("short").
+    """
+    first = language.train(gpt, setting.short, seed, place, partial(with_facts, facts=setting.short_facts))
+    before = first[-1]
     torch.compiler.reset()  # compiles windows of another length separately, without dynamic shapes
     trained = language.train(gpt, setting.model, seed, place, partial(with_facts, facts=setting.facts))
     counted = [row | {name: row[name] + before[name] for name in COUNTS} for row in trained]
-    return [row | {"at": row["step"]} if row["measure"] in ("train", "val") else row for row in counted]
+    short = [row | {"measure": "short"} for row in first if row["measure"] == "val"]
+    return short + [row | {"at": row["step"]} if row["measure"] in ("train", "val") else row for row in counted]
 
 
 def runs(device: torch.device) -> list[Run]:

@@ -68,7 +68,7 @@ VARIANTS = {
     "p2_without_qk_norm": Variant("without norm of q and k", parts={"qk_norm": False}),
     "p2_without_rope": Variant("without rotary positions", parts={"rope": False}),
     # Prototypes, which weigh or store the keys beyond the window in other ways
-    "parts_of_p2": Variant("p = 2, all parts, by FlexAttention", layers={"fastmax": memories.Memory}),
+    "parts_of_p2": Variant("p = 2, all parts, as prototypes compute it", layers={"fastmax": memories.Memory}),
     "gate": Variant("input gate", layers={"fastmax": memories.InputGate}),
     "gate_without_decay": Variant("input gate, without decay", parts={"decay": False}, layers={"fastmax": memories.InputGate}),
     "hybrid_gate": Variant("input gate; softmax in every fourth layer", every=4, layers={"fastmax": memories.InputGate}),
