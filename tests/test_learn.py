@@ -22,6 +22,7 @@ from benchmarks.learn import (
     equal_steps,
     equal_time,
     figures,
+    free_windows,
     language,
     memory,
     needle,
@@ -47,7 +48,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.uint8"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    for written in (path, path.with_suffix(f".{data.TREES}.uint8")):
+        written.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
     return path
 
 
@@ -68,6 +70,9 @@ def tiny(monkeypatch):
         monkeypatch.setattr(module, "SETTINGS", dict.fromkeys(module.SETTINGS, setting))
     of_type = {language.Setting: TINY, needle.Setting: TINY_NEEDLE, recall.Setting: TINY_RECALL}
     monkeypatch.setattr(memory, "TRIALS", {name: of_type[type(setting)] for name, setting in memory.TRIALS.items()})
+    model = replace(TINY, context=256, final=2)
+    trials = {name: replace(setting, model=model) for name, setting in free_windows.TRIALS.items()}
+    monkeypatch.setattr(free_windows, "TRIALS", trials)
     monkeypatch.setattr(conversion, "TRANSFER_STEPS", 2)
     monkeypatch.setattr(conversion, "FINETUNE_STEPS", 2)
 
@@ -80,6 +85,10 @@ def learn(text: Path, *arguments: object) -> int:
 MEASURES = {
     "equal-steps": ("p2_all", {"train", "val", "position", "last_quarter", "loss"}),
     "equal-time": ("softmax_sdpa", {"train", "val", "position", "last_quarter", "loss"}),
+    "free-windows": (
+        "p2_all",
+        {"train", "val", *(f"{way}{what}" for way in ("whole", "near") for what in ("", " position", " needle"))},
+    ),
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
     "needle": ("hybrid", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
     "memory": ("gate", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters", "accuracy"}),
@@ -418,6 +427,55 @@ def test_needle_is_found_where_every_letter_is_right():
     letters = needle.found(knows, texts, bf16=False)
     assert letters.shape == (3, needle.LETTERS) and letters.all(-1).tolist() == [True, False, True]
     assert letters[1].tolist() == [True] * (needle.LETTERS - 1) + [False]
+
+
+# ---- free windows
+
+
+class Place(torch.nn.Module):
+    """Its loss for a byte is the number of bytes of the window up to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens, targets, cu_seqlens=None, reduction="mean"):
+        return torch.arange(1.0, tokens.shape[1] + 1).expand(tokens.shape).flatten()
+
+
+def test_bytes_are_predicted_from_those_near(text):
+    """With windows of 64 no byte is predicted from more than 64, and only the first ones from fewer than 33."""
+    _, held_out, _ = data.on_device(text, CPU, data.TREES)
+    model = replace(TINY, context=256)
+    batches = data.validation_windows(held_out, 256, 1, 3)
+    setting = free_windows.Setting(model, ((0.0, 32), (0.5, 64)))
+    near = free_windows._near(Place(), setting, batches)
+    expected = torch.arange(256)
+    assert torch.equal(near, torch.where(expected < 64, expected + 1, expected % 32 + 33).double())
+    whole = free_windows._near(Place(), replace(setting, windows=((0.0, 256),)), batches)
+    assert torch.equal(whole, free_windows._whole(Place(), setting, batches)) and torch.equal(whole, expected + 1.0)
+
+
+def test_windows_grow_with_the_time_that_has_passed(text, place):
+    setting = free_windows.SETTINGS["growing"]
+    lengths = [setting.window_at(x) for x in (0.0, 0.49, 0.5, 0.76, 0.9, 1.0)]
+    assert lengths == [1024, 1024, 4096, 16384, 65536, 65536] and setting.longest == 65536
+    assert all(setting.bytes_of_step % length == 0 for length in lengths)
+    train, held_out, _ = data.on_device(text, CPU, data.TREES)
+    tiny = free_windows.Setting(replace(TINY, context=128, steps=8, batch=1), ((0.0, 32), (0.5, 64), (0.75, 128)))
+    gpt, seen = language.make("p2_all", tiny.model, 1, place), []
+    trainer = free_windows._trainer(gpt, tiny, 1, place, train, held_out)
+    draw = trainer.batch
+    trainer.batch = lambda generator: seen.append(draw(generator)) or seen[-1]
+    list(trainer.run())
+    assert [tuple(batch.tokens.shape) for batch in seen] == [*[(4, 32)] * 4, *[(2, 64)] * 2, *[(1, 128)] * 2]
+
+
+def test_facts_in_free_windows(text):
+    setting = free_windows.SETTINGS["growing, facts"]
+    for length in (1024, 4096, 65536):
+        window = free_windows._edit(setting, length)(torch.zeros(1, length + 1, dtype=torch.int64), data.generator(CPU, 0))
+        assert (window == ord("@")).sum() == length // 64, "a quarter of the bytes are lines of 16"
 
 
 # ---- what becomes of the rows

@@ -1,4 +1,4 @@
-"""The text of the language-model experiments. Batches are drawn on the device."""
+"""The texts of the language-model experiments. Batches are drawn on the device."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ import numpy
 import torch
 from torch import Tensor
 
-from benchmarks.learn import rows
+from benchmarks.learn import rows, trees
 from benchmarks.learn.examples import text
 
 VALIDATION_SEED = 0
 
 
-def load(path: Path) -> Tensor:
-    """Returns the bytes of the file, uint8 (N,). A missing file is written from the Python sources of this interpreter."""
+# How the Python sources of this interpreter become one text: in random order, or as trees.
+FILES, TREES = "files", "trees"
+MAKE = {FILES: text.load_bytes, TREES: trees.load_bytes}
+
+
+def load(path: Path, kind: str = FILES) -> Tensor:
+    """Returns the bytes of the file, uint8 (N,); of TREES, of another file beside it. A missing file is written."""
+    path = path if kind == FILES else path.with_suffix(f".{kind}{path.suffix}")
     with rows.locked(path, "data", wait=True):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".part")
-            text.load_bytes(None).numpy().tofile(unfinished)
+            MAKE[kind](None).numpy().tofile(unfinished)
             unfinished.replace(path)
     return torch.from_numpy(numpy.fromfile(path, dtype=numpy.uint8))
 
 
 @lru_cache(maxsize=1)
-def on_device(path: Path, device: torch.device) -> tuple[Tensor, Tensor, str]:
+def on_device(path: Path, device: torch.device, kind: str = FILES) -> tuple[Tensor, Tensor, str]:
     """Returns training and validation bytes on the device, and their description for the rows."""
-    data = load(path)
+    data = load(path, kind)
     described = f"{len(data) / 1e6:.1f} MB, {hashlib.sha256(data.numpy()).hexdigest()[:8]}"
     return *(part.to(device) for part in text.split(data)), described
 

@@ -43,10 +43,15 @@ def runs(device: torch.device) -> list[Run]:
     return [Run(variant, name, SETTINGS[name].lr, 1, SECONDS + 60) for name, variants in names.items() for variant in variants]
 
 
-def execute(run: Run, place: Place) -> Iterator[Row]:
+def require_kernels(run: Run, place: Place) -> None:
+    """Raises RuntimeError if the variant would run without its kernels on a GPU, since its time would be another one."""
     problem = extension.problem(place.device) if place.device.type == "cuda" else None
     if problem and not VARIANTS[run.variant].sdpa:
         raise RuntimeError(f"the seconds of {run.variant} are those of its kernels: {problem}")
+
+
+def execute(run: Run, place: Place) -> Iterator[Row]:
+    require_kernels(run, place)
     return language.train_run(run.variant, SETTINGS[run.setting], run.seed, run.lr, place)
 
 
