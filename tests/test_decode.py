@@ -538,16 +538,26 @@ def prefill_arguments(
     log_decay = -torch.rand(b, 2, n, dtype=state.kv_state.dtype, device=device) if decay else None
     position = torch.arange(n, device=device)
     first = torch.where(torch.rand(b, 2, n, device=device) < 0.2, position, -1).cummax(-1)[0].to(torch.int32) if first else None
-    return *inputs.values(), mask, log_decay, first, state.kv_state.normal_(), state.k_sum.uniform_(1, 2), *state.score, False
+    return (
+        *inputs.values(),
+        mask,
+        log_decay,
+        first,
+        None,
+        state.kv_state.normal_(),
+        state.k_sum.uniform_(1, 2),
+        *state.score,
+        False,
+    )
 
 
 @pytest.mark.parametrize("call", PREFILLS)
 def test_opcheck_prefill(call, device):
     arguments = prefill_arguments(device, **PREFILLS[call])
-    before = [x.clone() for x in arguments[6:8]]
+    before = [x.clone() for x in arguments[7:9]]
     check_operator(torch.ops.fastmax.prefill.default, arguments, traced=call in TRACED)
     outputs = torch.ops.fastmax.prefill(*arguments)
-    assert all(map(torch.equal, arguments[6:8], before)) and all(x.is_contiguous() for x in outputs[1:])
+    assert all(map(torch.equal, arguments[7:9], before)) and all(x.is_contiguous() for x in outputs[1:])
 
 
 def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
@@ -558,7 +568,7 @@ def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
 
 
 # Positions of a prefill's arguments that have gradients: q, k, v, log_decay, kv_state, k_sum.
-LEAVES = (0, 1, 2, 4, 6, 7)
+LEAVES = (0, 1, 2, 4, 7, 8)
 
 
 @pytest.mark.parametrize("call", PREFILLS)
@@ -595,7 +605,7 @@ def prefill_gradients(function, arguments, seed=0):
     return torch.autograd.grad(outputs, leaves, grads)
 
 
-def recorded_prefill(q, k, v, mask, log_decay, first, kv_state, k_sum, *options):
+def recorded_prefill(q, k, v, mask, log_decay, first, gate, kv_state, k_sum, *options):
     call = Call(Score(*options[:5]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
     return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
 

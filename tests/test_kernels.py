@@ -196,7 +196,7 @@ def test_every_kernel_at_small_sizes(d, p, algorithm, mode, precision):
 
 # ---- the operators themselves
 
-NOTHING = (None,) * 6  # mask, noise, rpe matrix, decay, bounds of keys
+NOTHING = (None,) * 7  # mask, noise, rpe matrix, decay, bounds of keys, gates
 
 
 def operands(case, mode, algorithm, seed=0):
@@ -205,7 +205,7 @@ def operands(case, mode, algorithm, seed=0):
     tensors = verify.random_tensors(case, DEVICE, seed)
     x = {"a0": 1.0, "a1": 1.0, "a2": 0.5, "dropout": 0.0} | case.options
     score = Score(1.0 / x["temperature"], x["a0"], x["a1"], x["a2"], x["p"])
-    optional = tensors.get("attention_mask"), tensors.get("drop_noise"), *(None,) * 4
+    optional = tensors.get("attention_mask"), tensors.get("drop_noise"), *(None,) * 5
     options = (*score, x["causal"], x["dropout"], algorithm, mode == "tf32")
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=case.dtype)
     return (tensors["q"], tensors["k"], tensors["v"], *optional, *options), grad_o

@@ -198,13 +198,13 @@ def recorded(kv_heads: int) -> list[tuple]:
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
         score = (0.5, 1.0, 1.0, 0.5, 2, False)
-        *sums, saved = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, *score, True)
+        *sums, saved = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, None, *score, True)
         z = lse.exp()
         with torch.no_grad():
-            tokens = q, k, v, mask, decays, first
+            tokens = q, k, v, mask, decays, first, None
             torch.ops.fastmax.prefill_saved_(*tokens, *sums, saved, *score)
             g, e = torch.ops.fastmax.gradients_of_sums(o, None, o, z)
-            torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, *score, True)
+            torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, None, *score, True)
             _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score)
             of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
             torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, saved, *score)
@@ -279,7 +279,7 @@ def check_refusals(group):
             lambda: flash_attention(q, k, v, attention_mask=mask),
             lambda: fastmax_attention(q, k, v, dropout=0.1),
             lambda: fastmax_attention(q, k, v, attention_mask=distributed(mask[:3], mesh, ())),
-            lambda: operator(q, k, v.full_tensor(), None, None, None, None, 0.5, True, -1, -1, False),
+            lambda: operator(q, k, v.full_tensor(), *[None] * 5, 0.5, True, -1, -1, False),
             lambda: step(*(distributed(x, mesh, HEADS) for x in token), state),
             lambda: torch.ops.fastmax.decode_step_(
                 *(distributed(x, mesh, HEADS) for x in token), kv_state, k_sum, None, None, *state.score
