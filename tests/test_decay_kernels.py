@@ -30,20 +30,6 @@ OF_FASTMAX = (
     *("q", "k", "v", "mask", "noise", "rpe", "log_decay", "first", "end", "gate"),
     *(*SCORE, "causal", "dropout", "algorithm", "tf32"),
 )
-    *"qkv",
-    "mask",
-    "noise",
-    "rpe",
-    "log_decay",
-    "first",
-    "end",
-    "gate",
-    *SCORE,
-    "causal",
-    "dropout",
-    "algorithm",
-    "tf32",
-)
 OF_SOFTMAX = (*"qkv", "mask", "log_decay", "first", "end", "gate", "scale", "causal", "left", "right", "tf32")
 RESULTS = ("o", "sum", "q", "k", "v", "log_decay")
 

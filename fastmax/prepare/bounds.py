@@ -22,7 +22,8 @@ def with_bounds(
     continues: bool = False,
     log_input_gate: Tensor | None = None,
 ) -> Call:
-    """Returns the call with its fields `log_decay`, `k_start`, `k_end` and `log_input_gate` set. No value is copied to the host.
+    """Returns the call with its fields `log_decay`, `k_start`, `k_end` and `log_input_gate` set. No value is copied to the
+    host.
 
     Args:
         call: a call without these fields.
