@@ -43,6 +43,7 @@ def fastmax_attention(
     exact_window: int = 0,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
+    log_input_gate: Tensor | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes polynomial-kernel attention: softmax attention with `f(s) = a0 + a1 s + a2 s^2` in place of `exp(s)`.
@@ -50,7 +51,8 @@ def fastmax_attention(
         s_ij = q_i . k_j / temperature
         o_i  = sum_j f(s_ij) v_j / sum_j f(s_ij)         over the keys j that query i sees
 
-    `log_decay` multiplies every weight by a decay. `exact_window` gives local keys the weight exp(s_ij) in place of f(s_ij).
+    `log_decay` multiplies every weight by a decay, `log_input_gate` by a factor of the key. `exact_window` gives local keys the
+    weight exp(s_ij) in place of f(s_ij).
     Query i has the position pos(i) = i + m - n among the keys.
 
     There is no hidden `1 / sqrt(head_dim)`: pass `temperature=math.sqrt(head_dim)` for the usual scale.
@@ -90,6 +92,11 @@ def fastmax_attention(
             `causal` the algorithm is the quadratic one, except for the global keys of an exact window. The values are
             checked on a CPU. On a GPU they are not read back, and results for invalid values are unspecified.
         return_lse: whether to return also the log of the sum of weights of each query, for `fastmax.merge_attention`.
+        log_input_gate: (b, hk, m), or (b * hk, m) for 3-d k: floating point, any strides; needs `causal`. Key j's weight is
+            multiplied by exp(log_input_gate_j), except in an exact window: what is worth remembering is written with a large
+            weight, the rest hardly. Values outside [-60, 30] count as the nearest end, with gradient 0; so -inf does not hide
+            a key. A NaN makes the queries NaN that weigh its key by it, and no others. float32 inside (float64 for float64 q);
+            gets a gradient. Calls with it run in PyTorch operations, on a GPU too.
         others: must be empty. An argument name of another library raises an error that says what to pass instead.
 
     Returns:
@@ -100,16 +107,16 @@ def fastmax_attention(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
-    Under autocast q, k and v are cast to autocast's dtype, as in `scaled_dot_product_attention`; decays are not. Method: Gerami
-    et al., "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901). Decays: Lin et al.,
-    "Forgetting Transformer", 2025 (arXiv:2503.02130).
+    Under autocast q, k and v are cast to autocast's dtype, as in `scaled_dot_product_attention`; decays and gates are not.
+    Method: Gerami et al., "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901). Decays: Lin et
+    al., "Forgetting Transformer", 2025 (arXiv:2503.02130).
     """
     if others:
         other_arguments.refuse("fastmax_attention", others)
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     q, k, v, rpe_matrix = cast_for_autocast(q, k, v, rpe_matrix)
-    validation.check_tensors(q, k, v, causal, attention_mask, log_decay)
+    validation.check_tensors(q, k, v, causal, attention_mask, log_decay, log_input_gate)
     score, kind, dropout = _options((temperature, a0, a1, a2, p), (normalize, lim), dropout)
     validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
     validation.check_rpe(rpe_matrix, q, k)
@@ -130,7 +137,7 @@ def fastmax_attention(
         positions = Positions(token_positions(m - n, n, q.device), token_positions(0, m, q.device))
     call = Call(score, causal, dropout, algorithm, attention_mask=attention_mask, rpe_matrix=rpe_matrix)
     if kind == "token" and use_custom_gradient and positions is None and cu_seqlens is None:
-        asked = call._replace(log_decay=log_decay, exact_window=exact_window)
+        asked = call._replace(log_decay=log_decay, log_input_gate=log_input_gate, exact_window=exact_window)
         if ops.normalizes_during_attention(q, k, v, asked, lim):
             o, z = ops.normalized_attention(q, k, v, call, lim)
             return (o, log_of_sums(z)) if return_lse else o
@@ -143,7 +150,7 @@ def fastmax_attention(
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
     if noise is not None:
         call = call._replace(drop_noise=noise)
-    call = with_bounds(call, q, k, log_decay, cu_seqlens)
+    call = with_bounds(call, q, k, log_decay, cu_seqlens, log_input_gate=log_input_gate)
     if exact_window == 0:
         o, z = _attend(q, k, v, call, use_custom_gradient)
         lse = log_of_sums(z) if return_lse else None
@@ -168,6 +175,7 @@ def flash_attention(
     log_decay: Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes exact softmax attention in O(n) memory, the baseline for `fastmax_attention`.
@@ -186,6 +194,7 @@ def flash_attention(
         return_lse: whether to return also `log sum_j exp(s_ij)`.
         use_custom_gradient: as in `fastmax_attention`.
         log_decay: as in `fastmax_attention`. Its sum over tokens `j + 1 .. pos(i)` is added to s_ij.
+        log_input_gate: as in `fastmax_attention`. It is added to s_ij, for all keys.
         window: an int hides keys with `|pos(i) - j| >= window`, where pos(i) = i + m - n. A tuple (left, right) leaves keys
             from `pos(i) - left` to `pos(i) + right` visible, as in FlashAttention; -1: no bound. Tiles outside are skipped.
         cu_seqlens, others: as in `fastmax_attention`.
@@ -208,7 +217,7 @@ def flash_attention(
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     validation.check_bool("return_lse", return_lse)
     q, k, v = cast_for_autocast(q, k, v)
-    validation.check_tensors(q, k, v, causal, attention_mask, log_decay)
+    validation.check_tensors(q, k, v, causal, attention_mask, log_decay, log_input_gate)
     score = Softmax(validation.check_scale(scale, q.shape[-1]))
     left, right = validation.check_window(window)
     validation.check_cu_seqlens(cu_seqlens, q, k)
@@ -217,7 +226,7 @@ def flash_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, attention_mask)
     call = Call(score, causal, left=left, right=right, attention_mask=attention_mask)
-    call = with_bounds(call, q, k, log_decay, cu_seqlens)
+    call = with_bounds(call, q, k, log_decay, cu_seqlens, log_input_gate=log_input_gate)
     o, lse = _attend(q, k, v, call, use_custom_gradient)
     if three_d:
         o, lse = o.flatten(0, 1), lse.flatten(0, 1)

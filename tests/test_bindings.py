@@ -59,14 +59,15 @@ def arguments(operator, device):
         return {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N), "o": o, "z": per_query}
     sums = {"g": tensor(B, H, M, DV), "e": tensor(B, H, M)}
     if operator.startswith("state_of"):
-        tokens = {"log_decay": None, "k_start": None}
+        tokens = {"log_decay": None, "k_start": None, "log_input_gate": None}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         if operator == "state_of_keys":
             return {"k": k, "v": v, "attention_mask": mask} | tokens | options
         return sums | {"q": tensor(B, H, M, D), "k": k, "v": v} | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
-        state = {"log_decay": None, "k_start": None, "kv_state": tensor(B, HK, rows, DV), "k_sum": tensor(B, HK, rows) + 1.0}
+        tokens = {"log_decay": None, "k_start": None, "log_input_gate": None}
+        state = tokens | {"kv_state": tensor(B, HK, rows, DV), "k_sum": tensor(B, HK, rows) + 1.0}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
         given = {"q": q, "k": k, "v": v, "attention_mask": mask} | state | options
         if operator == "prefill":
@@ -87,7 +88,7 @@ def arguments(operator, device):
         new = {f"new_{name}": x for name, x in new.items()}
         return results | operands | new | {"attention_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
-    tokens = {"log_decay": None, "k_start": None, "k_end": None}
+    tokens = {"log_decay": None, "k_start": None, "k_end": None, "log_input_gate": None}
     if operator.startswith("flash"):
         if operator != "flash_forward":
             results = {"grad_o": tensor(B, H, N, DV), "grad_lse": tensor(B, H, N)}
@@ -296,10 +297,11 @@ def test_decays_and_bounds_refused_by_name(operator, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operator", ["backward", "flash_backward"])
 def test_gradients_of_what_was_not_given_have_no_elements(operator, device):
-    *_, last = call(operator, arguments(operator, device))
-    assert last.shape == (0,)
-    *_, last = call(operator, with_tokens(operator, device))
-    assert last.shape == (B, HK, M) and last.dtype == torch.float32 and last.is_contiguous()
+    *_, of_decay, of_gate = call(operator, arguments(operator, device))
+    assert of_decay.shape == of_gate.shape == (0,)
+    *_, of_decay, of_gate = call(operator, with_tokens(operator, device))
+    assert of_decay.shape == (B, HK, M) and of_decay.dtype == torch.float32 and of_decay.is_contiguous()
+    assert of_gate.shape == (0,)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -506,15 +508,15 @@ q = torch.rand(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=
 fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear").sum().backward()
 fastmax.fastmax_attention(q, q, q, causal=False, algorithm="linear", p=1)
 fastmax.flash_attention(q, q, q)
-torch.ops.fastmax.flash_forward(q, q, q, None, None, None, None, 0.1, True, 5, -1, False)
-torch.ops.fastmax.flash_forward(q, q, q, None, None, None, None, 0.1, True, 63, -1, False)
+torch.ops.fastmax.flash_forward(q, q, q, *[None] * 5, 0.1, True, 5, -1, False)
+torch.ops.fastmax.flash_forward(q, q, q, *[None] * 5, 0.1, True, 63, -1, False)
 first = torch.zeros(1, 2, 64, dtype=torch.int32, device="cuda")
-torch.ops.fastmax.flash_forward(q, q, q, None, None, first, None, 0.1, True, 5, -1, False)
+torch.ops.fastmax.flash_forward(q, q, q, None, None, first, None, None, 0.1, True, 5, -1, False)
 score = (0.1, 1.0, 1.0, 0.5, 2, True, 0.0)
-torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "auto", False)
-torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "linear", False)
+torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, None, *score, "auto", False)
+torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, None, *score, "linear", False)
 decay = -torch.rand(1, 2, 64, device="cuda")
-torch.ops.fastmax.forward(q, q, q, None, None, None, decay, None, None, *score, "quadratic", False)
+torch.ops.fastmax.forward(q, q, q, None, None, None, decay, None, None, None, *score, "quadratic", False)
 fastmax.softmax.safe_softmax(q)
 fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)  # PyTorch operations
 """

@@ -427,14 +427,14 @@ def test_opcheck(algorithm, p, device):
     inputs, grads = make(SMALL, device=device)
     log_decay = inputs.pop("log_decay")
     mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.3
-    rest = (mask, None, None, log_decay, None, None, 0.5, 1.0, 1.0, 0.5, p, True, 0.0, algorithm, False)
+    rest = (mask, None, None, log_decay, None, None, None, 0.5, 1.0, 1.0, 0.5, p, True, 0.0, algorithm, False)
     opcheck("", inputs, grads, *rest)
 
 
 def test_opcheck_flash(device):
     inputs, grads = make(SMALL, device=device)
     log_decay = inputs.pop("log_decay")
-    opcheck("flash_", inputs, grads, None, log_decay, None, None, 0.5, True, -1, -1, False)
+    opcheck("flash_", inputs, grads, None, log_decay, None, None, None, 0.5, True, -1, -1, False)
 
 
 @pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])

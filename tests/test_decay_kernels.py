@@ -26,8 +26,11 @@ by_head_dim = pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 KINDS = ("none", "a millionth", "strong", "none, ordinary or strong", "behind a million")
 
 SCORE = ("scale", "a0", "a1", "a2", "p")
-OF_FASTMAX = (*"qkv", "mask", "noise", "rpe", "log_decay", "first", "end", *SCORE, "causal", "dropout", "algorithm", "tf32")
-OF_SOFTMAX = (*"qkv", "mask", "log_decay", "first", "end", "scale", "causal", "left", "right", "tf32")
+OF_FASTMAX = (
+    *("q", "k", "v", "mask", "noise", "rpe", "log_decay", "first", "end", "gate"),
+    *(*SCORE, "causal", "dropout", "algorithm", "tf32"),
+)
+OF_SOFTMAX = (*"qkv", "mask", "log_decay", "first", "end", "gate", "scale", "causal", "left", "right", "tf32")
 RESULTS = ("o", "sum", "q", "k", "v", "log_decay")
 
 
@@ -78,7 +81,7 @@ def run(problem):
     o, total = forward(q, k, v, *rest)
     verify.poison_free_memory(DEVICE)
     grads = backward(*problem.grads, q, k, v, o, total, *rest)
-    return dict(zip(RESULTS, (o, total, *grads[:3], grads[-1]), strict=True))
+    return dict(zip(RESULTS, (o, total, *grads[:3], grads[-2]), strict=True))
 
 
 def definition(problem, dtype):

@@ -405,7 +405,7 @@ def test_step_in_place_refuses_to_record(what, device):
     with pytest.raises(RuntimeError, match=r"fastmax\.decoding\.step_ .*gradient.*fastmax\.decoding\.step"):
         fastmax.decoding.step_(*token, state)
     with pytest.raises(RuntimeError, match="gradient"):
-        torch.ops.fastmax.decode_step_(*token, state.kv_state, state.k_sum, None, None, *state.score)
+        torch.ops.fastmax.decode_step_(*token, state.kv_state, state.k_sum, None, None, None, *state.score)
     assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), before, strict=True)) and state.tokens <= 1
     expected, _ = fastmax.decoding.step(*token, state)
     with torch.no_grad():
@@ -496,7 +496,7 @@ def operator_arguments(device, b=2, dv=7, dtype=torch.float32, mask=False, decay
     state = fastmax.decoding.init_state(b, 2, 5, dv, dtype=dtype, device=device, p=p)
     mask = torch.arange(b, device=device).view(b, 1) > 0 if mask else None
     log_decay = -torch.rand(b, 2, 1, dtype=state.kv_state.dtype, device=device) if decay else None
-    return q, k, v, state.kv_state.normal_(), state.k_sum.uniform_(1, 2), mask, log_decay, *state.score
+    return q, k, v, state.kv_state.normal_(), state.k_sum.uniform_(1, 2), mask, log_decay, None, *state.score
 
 
 @by_operator
@@ -538,16 +538,26 @@ def prefill_arguments(
     log_decay = -torch.rand(b, 2, n, dtype=state.kv_state.dtype, device=device) if decay else None
     position = torch.arange(n, device=device)
     first = torch.where(torch.rand(b, 2, n, device=device) < 0.2, position, -1).cummax(-1)[0].to(torch.int32) if first else None
-    return *inputs.values(), mask, log_decay, first, state.kv_state.normal_(), state.k_sum.uniform_(1, 2), *state.score, False
+    return (
+        *inputs.values(),
+        mask,
+        log_decay,
+        first,
+        None,
+        state.kv_state.normal_(),
+        state.k_sum.uniform_(1, 2),
+        *state.score,
+        False,
+    )
 
 
 @pytest.mark.parametrize("call", PREFILLS)
 def test_opcheck_prefill(call, device):
     arguments = prefill_arguments(device, **PREFILLS[call])
-    before = [x.clone() for x in arguments[6:8]]
+    before = [x.clone() for x in arguments[7:9]]
     check_operator(torch.ops.fastmax.prefill.default, arguments, traced=call in TRACED)
     outputs = torch.ops.fastmax.prefill(*arguments)
-    assert all(map(torch.equal, arguments[6:8], before)) and all(x.is_contiguous() for x in outputs[1:])
+    assert all(map(torch.equal, arguments[7:9], before)) and all(x.is_contiguous() for x in outputs[1:])
 
 
 def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
@@ -558,7 +568,7 @@ def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
 
 
 # Positions of a prefill's arguments that have gradients: q, k, v, log_decay, kv_state, k_sum.
-LEAVES = (0, 1, 2, 4, 6, 7)
+LEAVES = (0, 1, 2, 4, 7, 8)
 
 
 @pytest.mark.parametrize("call", PREFILLS)
@@ -595,7 +605,7 @@ def prefill_gradients(function, arguments, seed=0):
     return torch.autograd.grad(outputs, leaves, grads)
 
 
-def recorded_prefill(q, k, v, mask, log_decay, first, kv_state, k_sum, *options):
+def recorded_prefill(q, k, v, mask, log_decay, first, gate, kv_state, k_sum, *options):
     call = Call(Score(*options[:5]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
     return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
 
@@ -619,10 +629,10 @@ def test_the_gradient_of_prefill_is_that_of_the_recorded_operations(n, coefficie
     """The analytic gradient equals autograd's, through both states. State that no query reads has a gradient too."""
     for options in ({}, {"mask": True, "decay": True, "first": True}, {"d": 20, "decay": True}):
         arguments = list(prefill_arguments(device, n=n, dtype=torch.float64, p=p, **options))
-        arguments[7][..., 0] += 10.0  # so that no sum of weights is near 0
+        arguments[8][..., 0] += 10.0  # so that no sum of weights is near 0
         if p == 1:
-            arguments[8] = 0.02
-        arguments[9:12] = COEFFICIENTS.get(coefficients, arguments[9:12])
+            arguments[9] = 0.02
+        arguments[10:13] = COEFFICIENTS.get(coefficients, arguments[10:13])
         if p == 1 and coefficients == "a2 alone":
             continue
         for i in LEAVES:
@@ -699,7 +709,7 @@ def test_a_forgotten_state_has_no_gradient(device):
     for i in LEAVES:
         arguments[i].requires_grad_()
     expected = prefill_gradients(torch.ops.fastmax.prefill, arguments)
-    for i in (6, 7):
+    for i in (7, 8):
         arguments[i] = torch.full_like(arguments[i], 1e3).requires_grad_()
     actual = prefill_gradients(torch.ops.fastmax.prefill, arguments)
     assert all(map(torch.equal, actual, expected)) and not actual[-1].any() and not actual[-2].any()

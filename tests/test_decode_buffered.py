@@ -287,7 +287,7 @@ def test_the_operator_itself_refuses_to_record():
     q = torch.randn(2, 4, 1, 5, dtype=torch.float64, requires_grad=True)
     k, v = torch.randn(2, 2, 1, 5, dtype=torch.float64), torch.randn(2, 2, 1, 7, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="torch.no_grad"):
-        torch.ops.fastmax.buffered_step_(q, k, v, *state.tensors().values(), None, None, 2, 1.0, 1.0, 1.0, 0.5, 2)
+        torch.ops.fastmax.buffered_step_(q, k, v, *state.tensors().values(), *[None] * 4, 2, 1.0, 1.0, 1.0, 0.5, 2)
 
 
 # ---- CUDA
@@ -328,12 +328,14 @@ def test_the_kernel(p, window, flush_interval, buffered, dtype, d, dv):
         log_decay = torch.tensor([-0.3, -0.1, 0.0], dtype=state[1].dtype, device="cuda")[:, None, None].expand(3, hk, 1)
         score = Score(0.05 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         exactly_of = [x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
-        exact = eager.buffered_step_(*(x.double() for x in (q, k, v)), *exactly_of, mask, log_decay.double(), window, score)
+        exact = eager.buffered_step_(
+            *(x.double() for x in (q, k, v)), *exactly_of, None, mask, log_decay.double(), None, window, score
+        )
         verify.poison_free_memory(torch.device("cuda"))
         twice = []
         for _ in range(2):
             new = [x.clone() for x in state]
-            twice.append((torch.ops.fastmax.buffered_step_(q, k, v, *new, mask, log_decay, window, *score), *new))
+            twice.append((torch.ops.fastmax.buffered_step_(q, k, v, *new, None, mask, log_decay, None, window, *score), *new))
         assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
         o, kv_state, k_sum, *kept, count = twice[0]
         limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]

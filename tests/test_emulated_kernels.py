@@ -301,7 +301,7 @@ class Call:
     def _in_float64(self):
         case, operators = self.case, torch.ops.fastmax
         given = {name: x.double() if x.is_floating_point() else x for name, x in self.options.items()}
-        mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "k_start", "k_end"))
+        mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "k_start", "k_end", "log_input_gate"))
         if case.exact_window > 0:
             forward, backward = operators.exact_window_forward, operators.exact_window_backward
             options = (mask, *per_head, SCALE, *POLYNOMIAL, case.order, case.causal, "quadratic", case.exact_window, False)
@@ -592,7 +592,7 @@ def test_carried_state(library, d, dv, decay):
     operators = torch.ops.fastmax
     q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, dv)))
     kv_state, k_sum, _ = operators.state_of_keys(
-        bounded(1, 1, before, d).double(), torch.randn(1, 1, before, dv).double(), None, None, None, *options, False
+        bounded(1, 1, before, d).double(), torch.randn(1, 1, before, dv).double(), *[None] * 4, *options, False
     )
     kv_state, k_sum = kv_state.float(), k_sum.float()
     grad_o, grad_z = torch.randn(1, 1, n, dv).bfloat16(), torch.randn(1, 1, n)
@@ -600,7 +600,7 @@ def test_carried_state(library, d, dv, decay):
     log_decay = None if decay is None else make_decay(decay, 1, 1, n)
 
     wide = [x.double() for x in (q, k, v)]
-    accompanying = (None, None if log_decay is None else log_decay.double(), None)
+    accompanying = (None, None if log_decay is None else log_decay.double(), None, None)
     state = (kv_state.double(), k_sum.double())
     o, z, new_kv_state, new_k_sum = operators.prefill(*wide, *accompanying, *state, *options)
     gradients = operators.prefill_backward(
@@ -616,6 +616,7 @@ def test_carried_state(library, d, dv, decay):
         "grad_k",
         "grad_v",
         "grad_log_decay",
+        "grad_log_input_gate",
         "grad_kv_state",
         "grad_k_sum",
     )

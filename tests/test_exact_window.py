@@ -383,7 +383,7 @@ def operator_arguments(device, case=None, dtype=torch.float32, layout="contiguou
     inputs, grad_o = make_inputs(case, dtype, device, layout)
     mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
     decay = make_decay("ordinary", case.b, case.hk, case.m, device=device) if decay else None
-    options = (mask, decay, None, None, 0.5, 1.0, 1.0, 0.5, 2, causal, algorithm, window, False)
+    options = (mask, decay, None, None, None, 0.5, 1.0, 1.0, 0.5, 2, causal, algorithm, window, False)
     return inputs, (grad_o, torch.randn(grad_o.shape[:3], device=device)), options
 
 

@@ -239,7 +239,7 @@ def test_gradients_without_that_of_the_decay(algorithm, p, size, dtype):
     case, window = SIZES[size]
     inputs, grads = make(case, dtype, "ordinary")
     log_decay = inputs.pop("log_decay")
-    options = (None, log_decay, None, None, 0.5, 1.0, 1.0, 0.5 if p == 2 else 0.0, p, True, algorithm, window, False)
+    options = (None, log_decay, None, None, None, 0.5, 1.0, 1.0, 0.5 if p == 2 else 0.0, p, True, algorithm, window, False)
     outputs = torch.ops.fastmax.exact_window_forward(*inputs.values(), *options)
     given = (*grads, *inputs.values(), *outputs, *options)
     expected = torch.ops.fastmax.exact_window_backward(*given)
@@ -270,7 +270,7 @@ def lag_of(args):
 
 def test_a_direct_call_is_refused_by_name():
     inputs, grads = make(Case("", n=60, h=2, d=32))
-    options = (None, None, None, None, 0.5, 1.0, 1.0, 0.5, 2, True, "linear", 5, False)
+    options = (*[None] * 5, 0.5, 1.0, 1.0, 0.5, 2, True, "linear", 5, False)
     forward, backward = torch.ops.fastmax.exact_window_forward, torch.ops.fastmax.exact_window_backward
     o, lse = forward(*inputs.values(), *options)
     with pytest.raises((ValueError, RuntimeError), match="exact_window must be at least 1, got 0"):

@@ -203,10 +203,11 @@ def test_kernels_do_not_see_tensors_that_they_do_not_read(monkeypatch):
     kernel_that(monkeypatch, run, "backward")
     assert names.index("rpe_matrix") == 9
     results = backward(*given.values())
-    assert len(seen[-1]) == len(names) - 1 and results[3] is None and results[4].shape == (0,)
+    assert len(seen[-1]) == len(names) - 2 and results[3] is results[5] is None and results[4].shape == (0,)
     dispatched = backward.run(*given.values())
-    assert len(dispatched) == 5 and dispatched[3].shape == dispatched[4].shape == (0,)
-    assert not backward.kernel.covers(tuple((given | {"rpe_matrix": x}).values()))
+    assert len(dispatched) == 6 and all(of_tensor.shape == (0,) for of_tensor in dispatched[3:])
+    for name in ("rpe_matrix", "log_input_gate"):
+        assert not backward.kernel.covers(tuple((given | {name: x}).values()))
 
 
 # ---- who runs a call
@@ -293,7 +294,7 @@ def test_without_gradients_nothing_is_dispatched(operator):
 def test_no_kernel_takes_tensors_of_a_cpu():
     x = torch.randn(1, 2, 3, 4)
     assert not extension.kernels_run_on(x)
-    assert not OPERATORS["forward"].kernel.covers((x, x, x, *[None] * 6, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False))
+    assert not OPERATORS["forward"].kernel.covers((x, x, x, *[None] * 7, 1.0, 1.0, 1.0, 0.5, 2, True, 0.0, "auto", False))
 
 
 # The kernels of these take tensors of any rank and check it.

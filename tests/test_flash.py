@@ -463,7 +463,7 @@ def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *
     """Returns the arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
     inputs, grads, options = make(case, dtype, device, layout, padding)
     tensors = [x.detach().requires_grad_(leaves) for x in inputs.values()]
-    return (*tensors, options.get("attention_mask"), None, None, None, 0.5, causal, -1, -1, False), grads
+    return (*tensors, options.get("attention_mask"), *[None] * 4, 0.5, causal, -1, -1, False), grads
 
 
 OPERATOR_CALLS = {
@@ -714,7 +714,7 @@ def on_kernels(case, mode, seed=0):
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=tensors["q"].dtype)
     grad_lse = torch.randn(tensors["q"].shape[:3], device=DEVICE)
     scale = case.options["scale"] or case.head_dim**-0.5
-    options = tensors.get("attention_mask"), None, None, None, scale, case.options["causal"], -1, -1, mode == "tf32"
+    options = tensors.get("attention_mask"), *[None] * 4, scale, case.options["causal"], -1, -1, mode == "tf32"
     return (tensors["q"], tensors["k"], tensors["v"], *options), (grad_o, grad_lse)
 
 
@@ -879,9 +879,7 @@ class TestKernels:
         """The operators refuse them, since they may be called without `flash_attention`."""
         x = change(safe_operands())
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.fastmax.flash_forward(
-                x["q"], x["k"], x["v"], x["mask"], None, None, None, 0.1, x["causal"], -1, -1, False
-            )
+            torch.ops.fastmax.flash_forward(x["q"], x["k"], x["v"], x["mask"], *[None] * 4, 0.1, x["causal"], -1, -1, False)
 
     @by_mode
     def test_memory_is_linear_in_tokens(self, mode):

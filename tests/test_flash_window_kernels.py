@@ -79,7 +79,7 @@ def operands(case, mode, seed=0):
     options = (case.d**-0.5, case.causal, case.left, case.right, mode == "tf32")
     grad_o = torch.randn(2, case.h, case.n, case.dv, device=DEVICE).to(dtype)
     grad_lse = torch.randn(2, case.h, case.n, device=DEVICE)
-    return (q, k, v, tensors.get("attention_mask"), None, None, None, *options), (grad_o, grad_lse)
+    return (q, k, v, tensors.get("attention_mask"), *[None] * 4, *options), (grad_o, grad_lse)
 
 
 def both(arguments, grads):

@@ -196,7 +196,7 @@ def test_every_kernel_at_small_sizes(d, p, algorithm, mode, precision):
 
 # ---- the operators themselves
 
-NOTHING = (None,) * 6  # mask, noise, rpe matrix, decay, bounds of keys
+NOTHING = (None,) * 7  # mask, noise, rpe matrix, decay, bounds of keys, gates
 
 
 def operands(case, mode, algorithm, seed=0):
@@ -205,7 +205,7 @@ def operands(case, mode, algorithm, seed=0):
     tensors = verify.random_tensors(case, DEVICE, seed)
     x = {"a0": 1.0, "a1": 1.0, "a2": 0.5, "dropout": 0.0} | case.options
     score = Score(1.0 / x["temperature"], x["a0"], x["a1"], x["a2"], x["p"])
-    optional = tensors.get("attention_mask"), tensors.get("drop_noise"), *(None,) * 4
+    optional = tensors.get("attention_mask"), tensors.get("drop_noise"), *(None,) * 5
     options = (*score, x["causal"], x["dropout"], algorithm, mode == "tf32")
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=case.dtype)
     return (tensors["q"], tensors["k"], tensors["v"], *optional, *options), grad_o
@@ -775,9 +775,9 @@ def test_decode_step(p, masked, with_decay, dtype, d, dv):
         log_decay = None if log_decay is None else log_decay[:, None, None].expand(3, hk, 1)
         score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         verify.poison_free_memory(DEVICE)
-        actual = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score)
+        actual = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, None, *score)
         wide = None if log_decay is None else log_decay.double()
-        exact = eager.decode_step(*(x.double() for x in (q, k, v, kv_state, k_sum)), mask, wide, score)
+        exact = eager.decode_step(*(x.double() for x in (q, k, v, kv_state, k_sum)), mask, wide, None, score)
         assert torch.equal(kv_state, before[0]) and torch.equal(k_sum, before[1])
         o, *state = actual
         assert o.dtype == dtype and o.shape == (3, h, 1, dv)
@@ -789,7 +789,7 @@ def test_decode_step(p, masked, with_decay, dtype, d, dv):
         if masked:
             for x, like in zip(state, before, strict=True):
                 assert torch.equal(x[1], like[1]) and not torch.equal(x[0], like[0])
-        again = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score)
+        again = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, None, *score)
         assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
 
 

@@ -204,7 +204,7 @@ def test_normalized_attention_is_attention_to_normalized_rows():
     )
     expected, actual = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
     rows = torch.ops.fastmax.normalize_tokens(*expected[:2], lim)
-    options = (None,) * 6, (*score, 0.0, 1), (True, 0.0, "linear", False)
+    options = (None,) * 7, (*score, 0.0, 1), (True, 0.0, "linear", False)
     outputs = torch.ops.fastmax.forward(*rows[:2], expected[2], *sum(options, ()))
     o, z, k_factor = torch.ops.fastmax.normalized_forward(*actual, lim, *score)
     torch.testing.assert_close((o, z, k_factor), (*outputs, rows[3]))

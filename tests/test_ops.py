@@ -70,7 +70,7 @@ def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *
     noise = torch.randn(case.b, case.h, case.n, case.dv, device=device, dtype=dtype) if noise else None
     rpe = torch.randn(case.n + case.m - 1, case.d, device=device, dtype=dtype, requires_grad=True) if rpe else None
     dropout = 0.2 if noise is not None else 0.0
-    return (*leaves, mask, noise, rpe, None, None, None, 0.5, 1.0, 1.0, 0.5, p, causal, dropout, algorithm, False), grad_o
+    return (*leaves, mask, noise, rpe, *[None] * 4, 0.5, 1.0, 1.0, 0.5, p, causal, dropout, algorithm, False), grad_o
 
 
 OPERATOR_CALLS = {
@@ -217,9 +217,9 @@ def test_denominators_have_a_gradient(algorithm, device):
 def test_second_output_without_keys(device):
     """A query without keys has a sum of weights of 0, whose log is -inf."""
     q, k = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 3, 0, 8, device=device)
-    o, z = torch.ops.fastmax.forward(q, k, k, *[None] * 6, 0.5, 1.0, 1.0, 0.5, 2, False, 0.0, "auto", False)
+    o, z = torch.ops.fastmax.forward(q, k, k, *[None] * 7, 0.5, 1.0, 1.0, 0.5, 2, False, 0.0, "auto", False)
     assert o.shape == q.shape and not o.any() and z.shape == q.shape[:3] and not z.any()
-    o, lse = torch.ops.fastmax.flash_forward(q, k, k, *[None] * 4, 0.5, False, -1, -1, False)
+    o, lse = torch.ops.fastmax.flash_forward(q, k, k, *[None] * 5, 0.5, False, -1, -1, False)
     assert not o.any() and (lse == -torch.inf).all()
 
 

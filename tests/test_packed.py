@@ -329,13 +329,13 @@ def first_keys(lengths, device):
 def test_opcheck(algorithm, causal, device):
     inputs, grads = make(SHORT, device=device, h=4, hk=2)
     first, end = first_keys(SHORT, device)
-    rest = (None, None, None, None, first, None if causal else end, 0.5, 1.0, 1.0, 0.5, 2, causal, 0.0, algorithm, False)
+    rest = (None, None, None, None, first, None if causal else end, None, 0.5, 1.0, 1.0, 0.5, 2, causal, 0.0, algorithm, False)
     opcheck("", inputs, grads, *rest, traced=causal)
 
 
 def test_opcheck_flash(device):
     inputs, grads = make(SHORT, device=device, h=4, hk=2)
-    opcheck("flash_", inputs, grads, None, None, *first_keys(SHORT, device), 0.5, False, 3, -1, False)
+    opcheck("flash_", inputs, grads, None, None, *first_keys(SHORT, device), None, 0.5, False, 3, -1, False)
 
 
 @pytest.mark.parametrize("way", ["full, exact window", "flash, full, window"])

@@ -100,14 +100,14 @@ def arguments(case, mode):
         first = torch.where(resets, torch.arange(case.n, device=DEVICE), -1).cummax(-1).values.to(torch.int32)
         log_decay = torch.where(resets, 0.0, log_decay)
     score = Score(0.1 / case.d if case.p == 1 else case.d**-0.5, 1.0, 1.0, 0.5, case.p)
-    return q, k, v, mask, log_decay, first, *a_state(case, generator), *score, mode == "tf32"
+    return q, k, v, mask, log_decay, first, None, *a_state(case, generator), *score, mode == "tf32"
 
 
 def in_float64(given):
-    q, k, v, mask, log_decay, first, kv_state, k_sum = (
-        x.double() if x is not None and x.is_floating_point() else x for x in given[:8]
+    q, k, v, mask, log_decay, first, _, kv_state, k_sum = (
+        x.double() if x is not None and x.is_floating_point() else x for x in given[:9]
     )
-    call = Call(Score(*given[8:13]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
+    call = Call(Score(*given[9:14]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
     return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
 
 
@@ -120,7 +120,7 @@ def rounding(mode):
 
 def check(given, mode):
     """Checks results against float64, that arguments are unchanged, and that a repetition gives the same bits."""
-    before = [x.clone() for x in given[6:8]]
+    before = [x.clone() for x in given[7:9]]
     verify.poison_free_memory(DEVICE)
     actual = torch.ops.fastmax.prefill(*given)
     # fp32: tensor cores cut off what they add up, row after row; the output divides out most of that.
@@ -132,7 +132,7 @@ def check(given, mode):
             assert not x.any(), name
             continue
         assert relative(x, y) <= limit, f"{name}: {relative(x, y):.1e}"
-    assert all(map(torch.equal, given[6:8], before))
+    assert all(map(torch.equal, given[7:9], before))
     verify.poison_free_memory(DEVICE)
     assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), actual))
 
@@ -167,7 +167,7 @@ def test_a_forgotten_state_is_not_read(mode, precision):  # noqa: F811
     """A reset at the first token hides the state, so a NaN in it must have no effect."""
     given = list(arguments(Case(600, decay="-inf at the first token"), mode))
     expected = torch.ops.fastmax.prefill(*given)
-    given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
+    given[7], given[8] = (torch.full_like(x, torch.nan) for x in given[7:9])
     assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), expected))
 
 
@@ -181,7 +181,7 @@ def test_states_of_one_column_and_of_all():
                 given[i] = torch.randperm(given[i].numel(), device=DEVICE).view(given[i].shape).float()
             given[3] = torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)  # the token does not join
             *_, kv_state, k_sum = torch.ops.fastmax.prefill(*given)
-            assert torch.equal(kv_state, given[6]) and torch.equal(k_sum, given[7]), (d, dv, mode, p)
+            assert torch.equal(kv_state, given[7]) and torch.equal(k_sum, given[8]), (d, dv, mode, p)
 
 
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
@@ -229,7 +229,7 @@ def test_an_empty_state_is_the_parallel_form(mode, precision):  # noqa: F811
 def test_a_state_of_any_strides():
     given = list(arguments(Case(70), "bf16"))
     expected = torch.ops.fastmax.prefill(*given)
-    given[6], given[7] = given[6].mT.contiguous().mT, given[7].repeat_interleave(2, 2)[..., ::2]
+    given[7], given[8] = given[7].mT.contiguous().mT, given[8].repeat_interleave(2, 2)[..., ::2]
     assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), expected))
 
 
@@ -242,10 +242,10 @@ def test_nothing_to_do(case):
     assert (
         o.shape == given[0].shape
         and z.shape == o.shape[:3]
-        and torch.equal(kv_state, given[6])
-        and torch.equal(k_sum, given[7])
+        and torch.equal(kv_state, given[7])
+        and torch.equal(k_sum, given[8])
     )
-    assert case.b == 0 or (kv_state.data_ptr() != given[6].data_ptr() and k_sum.data_ptr() != given[7].data_ptr())
+    assert case.b == 0 or (kv_state.data_ptr() != given[7].data_ptr() and k_sum.data_ptr() != given[8].data_ptr())
 
 
 def test_what_is_covered(monkeypatch):
@@ -277,7 +277,7 @@ def test_a_captured_graph():
     graph, outputs = capture(lambda: torch.ops.fastmax.prefill(*given))
     for seed in range(2):
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        given[0].normal_(generator=generator), given[6].mul_(1.5), given[7].mul_(1.25)
+        given[0].normal_(generator=generator), given[7].mul_(1.5), given[8].mul_(1.25)
         graph.replay()
         assert all(map(torch.equal, outputs, torch.ops.fastmax.prefill(*given)))
 
@@ -298,13 +298,13 @@ def test_compiled(fresh_dynamo):
 
 # ---- gradients
 
-LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "kv_state": 6, "k_sum": 7}  # of arguments()
+LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "kv_state": 7, "k_sum": 8}  # of arguments()
 OUTPUTS = ("o", "z", "kv_state", "k_sum")
 
 
 def output_grads(given, outputs=OUTPUTS):
     """Returns gradients of the outputs by name, in their dtypes."""
-    q, v, kv_state, k_sum = given[0], given[2], given[6], given[7]
+    q, v, kv_state, k_sum = given[0], given[2], given[7], given[8]
     generator = torch.Generator(DEVICE).manual_seed(7)
     shapes = {"o": (*q.shape[:3], v.shape[3]), "z": q.shape[:3], "kv_state": kv_state.shape, "k_sum": k_sum.shape}
     # About as large as what the other queries would want of the state.
@@ -393,7 +393,7 @@ COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 0.0, 0.5), "a2 = 0": 
 def test_gradients_where_a_coefficient_is_zero(coefficients, mode, precision):  # noqa: F811
     """Parts of a state that no query reads then still get and pass on a gradient."""
     given = list(arguments(Case(300, decay="ordinary"), mode))
-    given[9:12] = COEFFICIENTS[coefficients]
+    given[10:13] = COEFFICIENTS[coefficients]
     check_gradients(given, mode, ("o", "kv_state", "k_sum"))
 
 
@@ -426,7 +426,7 @@ def test_a_forgotten_state_has_no_gradient(mode, precision):  # noqa: F811
     given = list(arguments(Case(600, decay="-inf at the first token"), mode))
     grads = output_grads(given)
     expected = gradients(operator, given, grads)
-    given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
+    given[7], given[8] = (torch.full_like(x, torch.nan) for x in given[7:9])
     actual = gradients(operator, given, grads)
     assert all(torch.equal(actual[name], x) for name, x in expected.items())
     assert not actual["kv_state"].any() and not actual["k_sum"].any()

@@ -24,33 +24,33 @@ def is_saved(k, saved):
 
 
 def saved_of_keys(given):
-    _, k, v, mask, log_decay, first, _, _, *options = given
-    *state, saved = OPERATORS.state_of_keys(k, v, mask, log_decay, first, *options, True)
+    _, k, v, mask, log_decay, first, gate, _, _, *options = given
+    *state, saved = OPERATORS.state_of_keys(k, v, mask, log_decay, first, gate, *options, True)
     return state, saved
 
 
 def forward(given):
     """Returns output and denominators, computed from saved states."""
-    *tokens, kv_state, k_sum = given[:8]
+    *tokens, kv_state, k_sum = given[:9]
     verify.poison_free_memory(DEVICE)
     _, saved = saved_of_keys(given)
     assert is_saved(given[1], saved)
     verify.poison_free_memory(DEVICE)
-    return OPERATORS.prefill_saved_(*tokens, kv_state, k_sum, saved, *given[8:])
+    return OPERATORS.prefill_saved_(*tokens, kv_state, k_sum, saved, *given[9:])
 
 
 def backward(given, o, z, grads, whole):
     """Returns the gradients of q, k, v and log_decay, computed from saved states. `whole` has those of the undivided call."""
-    q, k, v, mask, log_decay, first, kv_state, k_sum, *options = given
+    q, k, v, mask, log_decay, first, gate, kv_state, k_sum, *options = given
     verify.poison_free_memory(DEVICE)
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
-    *_, saved = OPERATORS.state_of_queries(g, e, q, k, v, log_decay, first, *options, True)
+    *_, saved = OPERATORS.state_of_queries(g, e, q, k, v, log_decay, first, gate, *options, True)
     assert is_saved(k, saved)
     verify.poison_free_memory(DEVICE)
-    tokens = q, k, v, mask, log_decay, first
+    tokens = q, k, v, mask, log_decay, first, gate
     grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, kv_state, k_sum, *options)
     of_state = list(grads.values())[2:]
-    of_states = pairs_of(whole["new"], of_state, given[6:8], whole["of_state"])
+    of_states = pairs_of(whole["new"], of_state, given[7:9], whole["of_state"])
     verify.poison_free_memory(DEVICE)
     of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, pairs, of_states, saved, *options)
     return [x for x in (grad_q, *of_keys) if x.shape != (0,)]
@@ -66,12 +66,12 @@ def in_one_piece(given, grads):
 
 
 def check(given, mode):
-    before = [x.clone() for x in given[6:8]]
+    before = [x.clone() for x in given[7:9]]
     actual = forward(given)
     for name, x, y in zip("oz", actual, in_float64(given)[:2], strict=True):
         assert x.shape == y.shape and x.dtype == (given[0].dtype if name == "o" else torch.float32), name
         assert relative(x, y) <= 1.5 * rounding(mode), f"{name}: {relative(x, y):.1e}"
-    assert all(map(torch.equal, given[6:8], before))
+    assert all(map(torch.equal, given[7:9], before))
     assert all(map(torch.equal, forward(given), actual)), "the same bits again"
     grads = output_grads(given)
     whole = in_one_piece(given, grads)
@@ -119,7 +119,7 @@ def test_a_state_that_no_token_sees_is_not_read():
     given = list(arguments(Case(1300), "bf16"))
     given[5] = torch.zeros(2, 2, 1300, dtype=torch.int32, device=DEVICE)
     expected = forward(given)
-    given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
+    given[7], given[8] = (torch.full_like(x, torch.nan) for x in given[7:9])
     assert all(map(torch.equal, forward(given), expected))
 
 
@@ -133,9 +133,9 @@ def test_states_of_all_heads_and_a_chunk_more():
 def test_the_state_is_that_of_keys_alone():
     for mode in ("bf16", "fp32"):
         given = arguments(Case(1300), mode)
-        k, v, *options = given[1:3] + given[8:]
+        k, v, *options = given[1:3] + given[9:]
         state, _ = saved_of_keys(given)
-        *expected, nothing = OPERATORS.state_of_keys(k, v, None, None, None, *options, False)
+        *expected, nothing = OPERATORS.state_of_keys(k, v, *[None] * 4, *options, False)
         assert nothing.numel() == 0
         assert all(relative(x, y.double()) < 1e-4 for x, y in zip(state, expected, strict=True))
 
@@ -145,14 +145,14 @@ def test_what_keeps_nothing():
     given = list(arguments(Case(300, p=1), "bf16"))
     _, saved = saved_of_keys(given)
     assert saved.shape == (2, 2, 0)
-    o, z = OPERATORS.prefill_saved_(*given[:8], saved, *given[8:])
+    o, z = OPERATORS.prefill_saved_(*given[:9], saved, *given[9:])
     assert all(map(torch.equal, (o, z), operator(given)[:2]))
-    grads, tokens = output_grads(given), given[:6]
+    grads, tokens = output_grads(given), given[:7]
     expected = OPERATORS.prefill_backward(*grads.values(), *given[:3], o, z, None, None, *given[3:])[:3]
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
-    of_q, _ = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *given[6:])
+    of_q, _ = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *given[7:])
     of_state = list(grads.values())[2:]
-    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, None, None, saved, *given[8:])[:2]
+    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, None, None, saved, *given[9:])[:2]
     assert all(map(torch.equal, (of_q, *of_keys), expected)), "the same bits as in one piece"
 
 
@@ -162,17 +162,17 @@ def test_what_keeps_nothing():
 def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
     """A state of None has the results of a state of zeros."""
     given = list(arguments(Case(n, d, decay=decay), mode))
-    zeros = [torch.zeros_like(x) for x in given[6:8]]
+    zeros = [torch.zeros_like(x) for x in given[7:9]]
     _, saved = saved_of_keys(given)
-    results = OPERATORS.prefill_saved_(*given[:6], None, None, saved, *given[8:])
+    results = OPERATORS.prefill_saved_(*given[:7], None, None, saved, *given[9:])
     _, saved = saved_of_keys(given)
-    for x, y in zip(results, OPERATORS.prefill_saved_(*given[:6], *zeros, saved, *given[8:]), strict=True):
+    for x, y in zip(results, OPERATORS.prefill_saved_(*given[:7], *zeros, saved, *given[9:]), strict=True):
         assert relative(x, y.double()) <= rounding(mode)
-    for x, y in zip(results, in_float64([*given[:6], *zeros, *given[8:]])[:2], strict=True):
+    for x, y in zip(results, in_float64([*given[:7], *zeros, *given[9:]])[:2], strict=True):
         assert relative(x, y) <= rounding(mode)
     grads = output_grads(given)
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], *results)
-    tokens, options = given[:6], given[8:]
+    tokens, options = given[:7], given[9:]
     for state in ((None, None), zeros):
         of_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *state, *options)
         *_, saved = OPERATORS.state_of_queries(g, e, *tokens[:3], *tokens[4:], *options, True)
@@ -181,7 +181,7 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
         if state[0] is None:
             expected = (of_q, *of_keys)
     grads["kv_state"], grads["k_sum"] = map(torch.zeros_like, zeros)
-    exact = in_one_piece([*given[:6], *zeros, *given[8:]], grads)["gradients"]
+    exact = in_one_piece([*given[:7], *zeros, *given[9:]], grads)["gradients"]
     for x, y, z in zip((of_q, *of_keys), expected, exact, strict=False):
         assert relative(x, y.double()) <= 4 * rounding(mode) and relative(x, z) <= 4 * rounding(mode)
 
@@ -192,12 +192,12 @@ def test_states_saved_of_other_tokens_are_refused():
     with pytest.raises(
         RuntimeError, match="saved must be what state_of_keys or state_of_queries saved of the same tokens, .* bytes"
     ):
-        OPERATORS.prefill_saved_(*given[:8], saved, *given[8:])
+        OPERATORS.prefill_saved_(*given[:9], saved, *given[9:])
 
 
 def test_more_than_four_and_a_half_gib_is_not_saved():
     """32 heads of 128 channels and 65536 tokens take 4.8 GB in bf16."""
     for heads, is_saved in ((32, True), (36, False)):
         k = torch.zeros(1, heads, 65_536, 128, dtype=torch.bfloat16, device=DEVICE)
-        *_, saved = OPERATORS.state_of_keys(k, k, None, None, None, 0.125, 1.0, 1.0, 0.5, 2, False, True)
+        *_, saved = OPERATORS.state_of_keys(k, k, *[None] * 4, 0.125, 1.0, 1.0, 0.5, 2, False, True)
         assert (saved.numel() > 0) == is_saved

@@ -75,11 +75,17 @@ def check_function(group, name, tensors, options, dims, lies, shape=None):
 CALLS = {
     "defaults": ("fastmax", {}, ()),
     "causal": ("fastmax", {"causal": True, "normalize": "token", "return_lse": True}, ("log_decay", "attention_mask")),
-    "autograd": ("fastmax", {"causal": True, "algorithm": "linear", "use_custom_gradient": False}, ("log_decay",)),
+    "gates": ("fastmax", {"causal": True, "exact_window": 3, "return_lse": True}, ("log_input_gate", "log_decay")),
+    "linear": ("fastmax", {"causal": True, "algorithm": "linear"}, ("log_input_gate", "attention_mask")),
+    "autograd": (
+        "fastmax",
+        {"causal": True, "algorithm": "linear", "use_custom_gradient": False},
+        ("log_decay", "log_input_gate"),
+    ),
     "exact window": ("fastmax", {"exact_window": 3, "return_lse": True}, ("attention_mask",)),
     "rpe": ("fastmax", {"dropout": 0.2}, ("rpe_matrix", "drop_noise")),
     "sequence": ("module", {"normalize": "sequence", "rpe_matrix": "sinusoidal"}, ("attention_mask",)),
-    "flash": ("flash", {"causal": True, "window": 5, "return_lse": True}, ("log_decay", "attention_mask")),
+    "flash": ("flash", {"causal": True, "window": 5, "return_lse": True}, ("log_decay", "log_input_gate", "attention_mask")),
 }
 
 
@@ -90,6 +96,7 @@ def test_functions(name, dims):
     for kv_heads in (4, 1):
         accompanying = {
             "log_decay": decay(kv_heads),
+            "log_input_gate": torch.randn(B, kv_heads, N, dtype=torch.float64),
             "attention_mask": torch.rand(B, N) > 0.3,
             "rpe_matrix": torch.randn(2 * N - 1, D, dtype=torch.float64),
             "drop_noise": torch.randn(B, H, N, DV, dtype=torch.float64),
@@ -152,6 +159,7 @@ def recorded(kv_heads: int) -> list[tuple]:
     q, k, v, log_decay = tensors.values()
     mask = torch.rand(B, N) > 0.3
     rpe = torch.randn(2 * N - 1, D, dtype=torch.float64, requires_grad=True)
+    gate = torch.randn(B, kv_heads, N, dtype=torch.float64, requires_grad=True)
     with Recorder() as recorder:
         for options in (
             {"causal": True, "log_decay": log_decay, "attention_mask": mask},
@@ -159,24 +167,31 @@ def recorded(kv_heads: int) -> list[tuple]:
             {"rpe_matrix": rpe, "dropout": 0.1},
             {"causal": True, "exact_window": 3, "algorithm": "linear", "log_decay": log_decay},
             {"causal": True, "exact_window": 3, "log_decay": log_decay.detach()},
+            {"causal": True, "exact_window": 3, "log_input_gate": gate},
+            {"causal": True, "algorithm": "linear", "log_input_gate": gate.detach(), "attention_mask": mask},
             {"exact_window": 3, "algorithm": "linear"},
             {"exact_window": 3, "algorithm": "quadratic"},
         ):
             o, lse = fastmax_attention(q, k, v, return_lse=True, **options)
             (o.sum() + lse.sum()).backward()
-        for options in ({"window": 4}, {"causal": True, "log_decay": log_decay.detach()}):
+        for options in (
+            {"window": 4},
+            {"causal": True, "log_decay": log_decay.detach()},
+            {"causal": True, "log_input_gate": gate},
+        ):
             o, lse = flash_attention(q, k, v, return_lse=True, **options)
             (o.sum() + lse.sum()).backward()
-        for flush_interval in (1, 4):
+        for flush_interval, gates in ((1, None), (4, None), (1, gate), (4, gate)):
             options = {"exact_window": 3} if flush_interval > 1 else {}
             state = init_state(B, kv_heads, D, DV, dtype=torch.float64, flush_interval=flush_interval, **options)
-            o, state = prefill(q, k, v, state, log_decay=log_decay)
+            o, state = prefill(q, k, v, state, log_decay=log_decay, log_input_gate=gates)
             (o.sum() + state.kv_state.sum()).backward()
             with torch.no_grad():
                 token = [x[:, :, :1] for x in (q, k, v)]
-                _, state = step(*token, state, log_decay=log_decay[..., :1])
+                of_token = {"log_decay": log_decay[..., :1], "log_input_gate": None if gates is None else gates[..., :1]}
+                _, state = step(*token, state, **of_token)
                 state = state.map(Tensor.detach)
-                step_(*token, state, log_decay=log_decay[..., :1])
+                step_(*token, state, **of_token)
         torch.ops.fastmax.finite_decay(log_decay, True, True)
         torch.ops.fastmax.finite_decay(log_decay, True, False)
         torch.ops.fastmax.softmax(q, "safe")
@@ -198,13 +213,13 @@ def recorded(kv_heads: int) -> list[tuple]:
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
         score = (0.5, 1.0, 1.0, 0.5, 2, False)
-        *sums, saved = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, *score, True)
+        *sums, saved = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, None, *score, True)
         z = lse.exp()
         with torch.no_grad():
-            tokens = q, k, v, mask, decays, first
+            tokens = q, k, v, mask, decays, first, None
             torch.ops.fastmax.prefill_saved_(*tokens, *sums, saved, *score)
             g, e = torch.ops.fastmax.gradients_of_sums(o, None, o, z)
-            torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, *score, True)
+            torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, None, *score, True)
             _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score)
             of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
             torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, saved, *score)
@@ -233,7 +248,8 @@ def check_operators(group, kv_heads, dim):
         ]
         expected, got = operator(*plain), operator(*parts)
         expected, got = (() if x is None else x if isinstance(x, tuple) else (x,) for x in (expected, got))
-        written = [(x, y) for argument, x, y in zip(schema, plain, parts, strict=True) if argument.alias_info is not None]
+        is_written = [argument.alias_info is not None and x is not None for argument, x in zip(schema, plain, strict=True)]
+        written = [pair for *pair, changes in zip(plain, parts, is_written, strict=True) if changes]
         for x, y in (*zip(expected, got, strict=True), *written):
             assert isinstance(y, DTensor) and x.shape == y.shape and x.dtype == y.dtype, operator
             assert_close(x, y.full_tensor(), rtol=1e-6, atol=1e-6, equal_nan=True, msg=str(operator))
@@ -279,10 +295,10 @@ def check_refusals(group):
             lambda: flash_attention(q, k, v, attention_mask=mask),
             lambda: fastmax_attention(q, k, v, dropout=0.1),
             lambda: fastmax_attention(q, k, v, attention_mask=distributed(mask[:3], mesh, ())),
-            lambda: operator(q, k, v.full_tensor(), None, None, None, None, 0.5, True, -1, -1, False),
+            lambda: operator(q, k, v.full_tensor(), *[None] * 5, 0.5, True, -1, -1, False),
             lambda: step(*(distributed(x, mesh, HEADS) for x in token), state),
             lambda: torch.ops.fastmax.decode_step_(
-                *(distributed(x, mesh, HEADS) for x in token), kv_state, k_sum, None, None, *state.score
+                *(distributed(x, mesh, HEADS) for x in token), kv_state, k_sum, None, None, None, *state.score
             ),
             lambda: fastmax_attention(q, distributed(k.full_tensor(), other, ()), v),
         ]

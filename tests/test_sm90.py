@@ -323,7 +323,7 @@ def fused_backward(softmax, d, n=2200, b=2, h=8):
     """Returns a function without arguments that computes the gradients of a call with a backward in one kernel."""
     q, k, v, grad_o = (torch.randn(b, h, n, d, device=DEVICE).mul_(0.5).bfloat16() for _ in range(4))
     if softmax:
-        arguments = (None, None, None, None, 0.1, True, -1, -1, False)
+        arguments = (*[None] * 5, 0.1, True, -1, -1, False)
         forward, backward = torch.ops.fastmax.flash_forward, torch.ops.fastmax.flash_backward
     else:
         arguments = (None,) * 6 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
@@ -448,7 +448,7 @@ def test_gradient_of_an_expanded_sum(d, softmax, taken):
     (q, k, v, *_), _ = operands(case._replace(options={"causal": True, "p": 2, "temperature": 8.0}), "bf16", "quadratic")
     one_head = torch.randn(2, 1, 300, d, device=DEVICE, dtype=torch.bfloat16)
     if softmax:
-        arguments = (None, None, None, None, 0.1, True, -1, -1, False)
+        arguments = (*[None] * 5, 0.1, True, -1, -1, False)
         o, z = torch.ops.fastmax.flash_forward(q, k, v, *arguments)
     else:
         arguments = (None,) * 6 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)

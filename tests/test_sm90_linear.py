@@ -335,7 +335,7 @@ def test_segments_and_phases_with_decays(d, taken):  # noqa: F811
         rates = torch.logspace(-5, -1, hk, device=DEVICE)[:, None]
         log_decay = -rates * torch.rand(b, hk, n, device=DEVICE)
         first = torch.where(torch.rand(n, device=DEVICE) < 2e-4, torch.arange(n, device=DEVICE), 0).cummax(0)[0]
-        options = (None, None, None, log_decay, first.to(torch.int32).expand(b, hk, n), None)
+        options = (None, None, None, log_decay, first.to(torch.int32).expand(b, hk, n), None, None)
         score = (d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear")
         results = both((q, k, v, *options, *score, False), grad_o)
         assert set(taken()) == EXPECTED
@@ -571,8 +571,8 @@ def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
     given = prefill.arguments(case, "bf16")
     *_, k_sum = torch.ops.fastmax.prefill(*given)
     joined = given[3].sum(1) if mask else torch.full((2,), n, device=DEVICE)
-    assert torch.equal(k_sum[..., 0], given[7][..., 0] + joined[:, None])
-    _, k_sum, _ = torch.ops.fastmax.state_of_keys(*given[1:4], None, None, *given[8:], False)
+    assert torch.equal(k_sum[..., 0], given[8][..., 0] + joined[:, None])
+    _, k_sum, _ = torch.ops.fastmax.state_of_keys(*given[1:4], None, None, None, *given[9:], False)
     assert torch.equal(k_sum[..., 0], joined[:, None].float().expand(2, 2))
     assert set(taken()) == PREFILL | {"state_of_keys: linear2_sm90"}
 
@@ -583,18 +583,18 @@ def test_states_alone(d, decay, taken):  # noqa: F811
     """The states of keys and of queries alone; all tokens are one chunk."""
     for n in (1, 65, 1300):
         given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16"))
-        q, k, v, _, log_decay, first, kv_state, k_sum, *options = given
-        given[6:8] = kv_state, k_sum = torch.zeros_like(kv_state), torch.zeros_like(k_sum)
+        q, k, v, _, log_decay, first, gate, kv_state, k_sum, *options = given
+        given[7:9] = kv_state, k_sum = torch.zeros_like(kv_state), torch.zeros_like(k_sum)
         o, z, *expected = prefill.in_float64(given)
-        state = torch.ops.fastmax.state_of_keys(k, v, None, log_decay, first, *options, False)[:2]
+        state = torch.ops.fastmax.state_of_keys(k, v, None, log_decay, first, gate, *options, False)[:2]
         for x, y in zip(state, expected, strict=True):
             assert relative(x, y) <= prefill.rounding("bf16"), n
         grad_o = torch.randn_like(q)
         wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
         leaves = [x.double().requires_grad_() for x in (kv_state, k_sum)]
-        exact = torch.autograd.grad(prefill.in_float64([*wide[:6], *leaves, *wide[8:]])[0], leaves, grad_o.double())
+        exact = torch.autograd.grad(prefill.in_float64([*wide[:7], *leaves, *wide[9:]])[0], leaves, grad_o.double())
         g, e = torch.ops.fastmax.gradients_of_sums(grad_o, None, o.to(q.dtype), z.float())
-        found = torch.ops.fastmax.state_of_queries(g, e, q, k, v, log_decay, first, *options, False)[:2]
+        found = torch.ops.fastmax.state_of_queries(g, e, q, k, v, log_decay, first, gate, *options, False)[:2]
         for x, y in zip(found, exact, strict=True):
             assert (x - y).norm() <= 4 * prefill.rounding("bf16") * max(y.norm(), 1e-2 * exact[0].norm()), n
     assert set(taken()) == {"state_of_keys: linear2_sm90", "state_of_queries: linear2_sm90"}
@@ -605,12 +605,12 @@ def test_states_alone(d, decay, taken):  # noqa: F811
 def test_saved_states(n, d, first, taken):  # noqa: F811
     """Up to head dim 64 without packed sequences, the given state is added to saved ones as they are read, else in memory."""
     given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, mask=True), "bf16"))
-    q, k, v, mask, *_, kv_state, k_sum = given[:8]
+    q, k, v, mask, *_, kv_state, k_sum = given[:9]
     if first:
         given[5] = torch.where(torch.arange(n, device=DEVICE) >= n // 2, n // 2, -1).int().expand(2, 2, n)
-    *_, saved = torch.ops.fastmax.state_of_keys(k, v, mask, None, given[5], *given[8:], True)
+    *_, saved = torch.ops.fastmax.state_of_keys(k, v, mask, None, given[5], None, *given[9:], True)
     assert saved.numel() > 0
-    actual = torch.ops.fastmax.prefill_saved_(q, k, v, mask, None, given[5], kv_state, k_sum, saved, *given[8:])
+    actual = torch.ops.fastmax.prefill_saved_(q, k, v, mask, None, given[5], None, kv_state, k_sum, saved, *given[9:])
     for x, y in zip(actual, prefill.in_float64(given)[:2], strict=True):
         assert relative(x, y) <= 1.5 * prefill.rounding("bf16")
     assert set(taken()) == {"prefill_saved_: linear2_sm90"}

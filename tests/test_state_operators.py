@@ -103,13 +103,13 @@ def test_what_they_keep_is_enough_to_go_on(device, case, p, carries):
         *_, saved = ops.state_of_queries(g, e, q, k, v, call, keep=True)
         assert (saved.numel() > 0) == is_saved
         grad_q, pairs = ops.prefill_backward_of_queries(g, e, q, k, v, call, *given_state)
-        of_states = pairs_of(new, of_state, state, expected[4:])
+        of_states = pairs_of(new, of_state, state, expected[5:])
         of_keys = [
             ops.prefill_backward_of_keys_(g, e, of_state, q, k, v, call, pairs, of_states, x.clone())
             for x in (saved, saved[..., :0])
         ]
-        for grad_k, grad_v, of_decay in of_keys:
-            for got, x in zip((grad_q, grad_k, grad_v, of_decay), expected[:4], strict=True):
+        for grad_k, grad_v, of_decay, of_gate in of_keys:
+            for got, x in zip((grad_q, grad_k, grad_v, of_decay, of_gate), expected[:5], strict=True):
                 assert got.shape == x.shape and got.dtype == x.dtype
                 assert x.numel() == 0 or relative(got, x.double()) < 2 * TOLERANCE[dtype]
 
@@ -178,6 +178,6 @@ def test_of_no_tokens_they_are_zeros(device):
 def test_a_derivative_is_refused_by_name(device):
     _, k, v, _ = given(device, torch.float32, 2, 3)
     score = Score(1.0, 1.0, 1.0, 0.5, 2)
-    kv_state, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, *score, False, False)
+    kv_state, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, *[None] * 4, *score, False, False)
     with pytest.raises(RuntimeError, match="state_of_keys and state_of_queries have no gradient"):
         kv_state.sum().backward()

@@ -33,9 +33,11 @@ class Accompanying(NamedTuple):
     differentiable: bool = False
     # Whether it applies to the global keys of an exact window. The tensor is then cut to the part's tokens.
     of_global_keys: bool = False
-    # Whether it applies to the local keys of an exact window, and to softmax attention.
+    # Whether it applies to the local keys of an exact window.
     of_local_keys: bool = True
-    # Whether it applies to calls that continue from a state. `prefill` in `fastmax.ops.states` differentiates log_decay alone.
+    # Whether it applies to softmax attention.
+    of_softmax: bool = True
+    # Whether it applies to calls that continue from a state.
     of_states: bool = False
     # Whether a call that has it must be causal.
     needs_causal: bool = False
@@ -93,6 +95,20 @@ class Call(NamedTuple):
     # End of the keys that each query may see: keys j >= k_end[i] are hidden. Must not decrease with i. It encodes where packed
     # sequences end, in calls that are not causal.
     k_end: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
+    # Log of the factor of each key's weight, which the weight of key j is multiplied by, except in an exact window. From -60 to
+    # 30, or NaN: `fastmax.prepare.bounds` clamps it.
+    log_input_gate: Annotated[
+        Tensor | None,
+        Accompanying(
+            "b hk m",
+            differentiable=True,
+            of_global_keys=True,
+            of_local_keys=False,
+            of_states=True,
+            needs_causal=True,
+            has_kernels=False,
+        ),
+    ] = None
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -193,5 +209,5 @@ FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask"
 CONTINUED = Signature(Score, (), tuple(name for name, x in ACCOMPANYING.items() if x.of_states))
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
 FLASH = Signature(
-    Softmax, ("causal", "left", "right"), ("attention_mask", *[name for name in PER_HEAD if ACCOMPANYING[name].of_local_keys])
+    Softmax, ("causal", "left", "right"), ("attention_mask", *[name for name in PER_HEAD if ACCOMPANYING[name].of_softmax])
 )

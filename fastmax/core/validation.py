@@ -289,11 +289,20 @@ def check_attention_mask(mask: Any, q: Tensor, k: Tensor) -> None:
     raise ValueError(f"attention_mask must have shape {accepted}, got {tuple(mask.shape)}")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention_mask: Any = None, log_decay: Any = None) -> None:
-    """Checks the tensors that every attention function takes: q, k, v, attention_mask and log_decay."""
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    attention_mask: Any = None,
+    log_decay: Any = None,
+    log_input_gate: Any = None,
+) -> None:
+    """Checks the tensors that every attention function takes: q, k, v, attention_mask, log_decay and log_input_gate."""
     check_qkv(q, k, v, causal)
     check_attention_mask(attention_mask, q, k)
     check_log_decay(log_decay, q, k, causal)
+    check_log_input_gate(log_input_gate, q, k, causal)
 
 
 def check_algorithm(algorithm: object, rpe_matrix: Any) -> None:
@@ -321,6 +330,16 @@ def check_log_decay(log_decay: Any, q: Tensor, k: Tensor, causal: bool) -> None:
     check_number_per_key("log_decay", log_decay, q, k)
     if not causal:
         raise ValueError("log_decay needs causal=True: weights decay with the tokens after each key, got causal = False")
+
+
+def check_log_input_gate(log_input_gate: Any, q: Tensor, k: Tensor, causal: bool) -> None:
+    """Checks that log_input_gate is None or a floating-point tensor of k's shape without head_dim, and that the call is
+    causal."""
+    if log_input_gate is None:
+        return
+    check_number_per_key("log_input_gate", log_input_gate, q, k)
+    if not causal:
+        raise ValueError("log_input_gate needs causal=True, got causal = False")
 
 
 def check_number_per_key(name: str, x: Any, q: Tensor, k: Tensor) -> None:

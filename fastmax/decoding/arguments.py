@@ -23,6 +23,7 @@ def check_tokens(
     state: DecodeState,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks the arguments of a step or a prefill; returns q, k and v, cast to the state's dtype under autocast."""
@@ -32,7 +33,7 @@ def check_tokens(
     if sharded_dispatch.current() is not None:
         raise RuntimeError("decoding needs whole sequences on one rank: leave fastmax.distributed.context_parallel")
     sharded_dispatch.refuse("decoding runs on the local heads of a rank and their state: pass .to_local()", q=q, k=k, v=v)
-    validation.check_tensors(q, k, v, True, mask, log_decay)
+    validation.check_tensors(q, k, v, True, mask, log_decay, log_input_gate)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
     if q.shape[1] == 0:
@@ -68,10 +69,16 @@ def check_tokens(
 
 
 def check_token(
-    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None, log_decay: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks the arguments of a step, as `check_tokens`; q, k and v must hold one token."""
-    q, k, v = check_tokens(q, k, v, state, mask, log_decay)
+    q, k, v = check_tokens(q, k, v, state, mask, log_decay, log_input_gate)
     if q.shape[2] != 1 or k.shape[2] != 1:
         raise ValueError(
             f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
@@ -90,10 +97,12 @@ def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, 
         raise ValueError(f"state must have buffered {places[:2]} of torch.int32 for its flush_interval, got {got}")
     for (name, x), shape, dtype in zip(
         local_tokens(state)._asdict().items(),
-        ((*places, width), (*places, value_dim), places if buffers else (places[0], places[2]), places),
-        (state.dtype, state.dtype, torch.bool, wide),
+        ((*places, width), (*places, value_dim), places if buffers else (places[0], places[2]), places, places),
+        (state.dtype, state.dtype, torch.bool, wide, wide),
         strict=True,
     ):
+        if name == "gates" and x is None:  # no token had one
+            continue
         if x is None or x.shape != shape or x.dtype != dtype:
             got = "None" if x is None else f"{tuple(x.shape)} of {x.dtype}"
             raise ValueError(

@@ -25,6 +25,7 @@ def prefill(
     attention_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Computes causal attention of n tokens to themselves and all earlier tokens, as n calls of `step`.
 
@@ -40,6 +41,7 @@ def prefill(
         cu_seqlens: int32 (s + 1,), as in `fastmax_attention`: the n tokens of a batch of one are s sequences end to end. The
             state has s batch entries. Sequence i continues from entry i, and entry i of the result is the state after it. An
             empty sequence does not change its entry.
+        log_input_gate: (b, hk, n), as in `step`.
 
     Returns:
         The output (b, h, n, dv) in q's dtype and layout, and the state after n tokens. Differentiable.
@@ -51,20 +53,20 @@ def prefill(
     second derivative; `step` has derivatives of all orders. Packed sequences are computed in blocks of their mean length, one
     after the other.
     """
-    q, k, v = check_tokens(q, k, v, state, attention_mask, log_decay, cu_seqlens)
+    q, k, v = check_tokens(q, k, v, state, attention_mask, log_decay, log_input_gate, cu_seqlens)
     n = q.shape[2]
     if k.shape[2] != n:
         raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
     if n == 0:  # a later in-place change of the result must not change the given state
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
-    tokens = Tokens(k, v, attention_mask, log_decay)
+    tokens = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     if attention_mask is None:
         return _continued(q, tokens, state, cu_seqlens)
     if state.exact_window == 0 and state.positions is None:  # sums do not depend on positions
         return _continued(q, tokens.without_masked_decays(), state, cu_seqlens)
     order = RealFirst.of(attention_mask, cu_seqlens)
-    decays = None if log_decay is None else order.first(log_decay, 2)
-    tokens = Tokens(order.first(k, 2), order.first(v, 2), order.mask, decays).without_masked_decays()
+    decays, gates = (None if x is None else order.first(x, 2) for x in (tokens.decays, tokens.gates))
+    tokens = Tokens(order.first(k, 2), order.first(v, 2), order.mask, decays, gates).without_masked_decays()
     o, after = _continued(order.first(q, 2), tokens, state, cu_seqlens, order.count)
     return order.back(o, 2), after
 
@@ -80,10 +82,10 @@ def prefill_real_first(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Computes `prefill` of tokens that are already in the order of `RealFirst`."""
-    q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, cu_seqlens)
+    q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, None, cu_seqlens)
     if q.shape[2] == 0:
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
-    return _continued(q, Tokens(k, v, order.mask, log_decay).without_masked_decays(), state, cu_seqlens, order.count)
+    return _continued(q, Tokens(k, v, order.mask, log_decay, None).without_masked_decays(), state, cu_seqlens, order.count)
 
 
 def _continued(
@@ -94,7 +96,7 @@ def _continued(
     With `count`, only the first `count` tokens of each sequence are real.
     """
     with ops.without_autocast(q):
-        before = flushed(state)
+        before = flushed(state if tokens.gates is None else state.with_gates())
         if cu_seqlens is None:
             o, after = _prefill(q, tokens, before, count)
         else:
@@ -115,6 +117,6 @@ def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None
     else:
         tokens = tokens.without_masked()
         call = Call(state.score, causal=True, attention_mask=tokens.mask)
-        call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True)
+        call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True, log_input_gate=tokens.gates)
         o, _, kv_state, k_sum = ops.prefill(q, tokens.keys, tokens.values, call, state.kv_state, state.k_sum)
     return o, advanced(state, n, kv_state, k_sum, tokens, count)

@@ -25,6 +25,7 @@ def step(
     *,
     attention_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Computes attention of one token to itself and all earlier tokens.
 
@@ -36,6 +37,8 @@ def step(
             sums, the exact window and the position stay. Its log_decay is ignored, and its output is undefined.
         log_decay: (b, hk, 1), as in `fastmax_attention`: the state decays before the token is added. A decay of NaN makes a
             state that holds a key NaN, until a decay of -inf.
+        log_input_gate: (b, hk, 1), as in `fastmax_attention`. With an exact window or a buffer the state keeps it until its
+            token leaves them. A NaN makes the sums NaN that its token is added to, until a decay of -inf.
 
     Returns:
         The output (b, h, 1, dv) in q's dtype and layout, and the new state. Differentiable.
@@ -46,22 +49,24 @@ def step(
     Under autocast, q, k and v are cast to the state's dtype unless they are float64, and the output has that dtype. Nothing
     else is rounded: tokens in the state's dtype give the same numbers as without autocast.
     """
-    q, k, v = check_token(q, k, v, state, attention_mask, log_decay)
+    q, k, v = check_token(q, k, v, state, attention_mask, log_decay, log_input_gate)
+    token = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     with ops.without_autocast(q):
-        if state.flush_interval == 1 or eager.differentiating(q, k, v, log_decay, *state.tensors().values()):
-            o, after = _step(q, Tokens(k, v, attention_mask, log_decay), flushed(state))
+        if state.flush_interval == 1 or eager.differentiating(q, *token, *state.tensors().values()):
+            o, after = _step(q, token, flushed(state))
             return o, with_buffer(after, state.flush_interval)
         state = state.clone()
-        return _buffered_step_(q, Tokens(k, v, attention_mask, log_decay), state), state
+        return _buffered_step_(q, token, state), state
 
 
 def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, DecodeState]:
     """Returns the output of one token, and the new state, for a state without a buffer."""
     q, k = _prepare_token(q, tokens.keys, state)
     mask = tokens.mask
+    state = state if tokens.gates is None else state.with_gates()
     tokens, token = _tokens_of_step(tokens._replace(keys=k), state)
     o, kv_state, k_sum = ops.decode_step(
-        q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, state.score
+        q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, token.gates, state.score
     )
     if state.exact_window > 0:
         o = _with_local_keys(q, o, k_sum, tokens, state)
@@ -77,6 +82,7 @@ def step_(
     *,
     attention_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
 ) -> Tensor:
     """Computes `step` in place: the token is added to the tensors of the state, and only the output is allocated.
 
@@ -86,7 +92,8 @@ def step_(
     or `to`, changes too.
 
     Args:
-        q, k, v, attention_mask, log_decay: as in `step`.
+        q, k, v, attention_mask, log_decay, log_input_gate: as in `step`. The first call with a gate adds `local_gates` to a
+            state with an exact window or a buffer; it must not be the one that a CUDA graph captures.
         state: its tensors must be contiguous and must not overlap each other or q, k and v. States from the functions of this
             package satisfy this.
 
@@ -96,27 +103,33 @@ def step_(
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
         RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`. Or the state was
-            made in inference mode, which has ended, and has an exact window or positions.
+            made in inference mode, which has ended, and has an exact window or positions. Or a CUDA graph is captured, and the
+            state has no `local_gates` yet.
     """
-    q, k, v = check_token(q, k, v, state, attention_mask, log_decay)
-    given = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    q, k, v = check_token(q, k, v, state, attention_mask, log_decay, log_input_gate)
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "log_input_gate": log_input_gate}
     check_memory({name: x for name, x in given.items() if x is not None}, state)
     written_here = state.exact_window > 0 if state.flush_interval == 1 else attention_mask is not None
     if state.positions is not None or written_here:
         state.refuse_outside_inference_mode()
+    token = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     with ops.without_autocast(q):
         if state.flush_interval > 1:
-            return _buffered_step_(q, Tokens(k, v, attention_mask, log_decay), state)
+            return _buffered_step_(q, token, state)
         q, k = _prepare_token(q, k, state)
         if state.exact_window > 0:
-            ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
-        tokens, token = _tokens_of_step(Tokens(k, v, attention_mask, log_decay), state)
-        o = ops.decode_step_(q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, state.score)
+            ops.refuse_to_record(q, *token, *state.tensors().values())
+            _add_gates_(state, q, token)
+        tokens, token = _tokens_of_step(token._replace(keys=k), state)
+        o = ops.decode_step_(
+            q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, token.gates, state.score
+        )
         if state.exact_window > 0:
             o = _with_local_keys(q, o, state.k_sum, tokens, state)
             last = tokens.last(1, state.exact_window, _count(attention_mask))
             for x, new in zip(local_tokens(state), last, strict=True):
-                x.copy_(new)
+                if x is not None:
+                    x.copy_(new)
     _count_token_(state, attention_mask)
     return o
 
@@ -126,6 +139,7 @@ def _buffered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
     q, k = _prepare_token(q, token.keys, state)
     decays = token.decays if token.decays is None else token.decays.to(state.k_sum.dtype)
     token = token._replace(keys=k, decays=decays)
+    _add_gates_(state, q, token)
     sums = state.kv_state, state.k_sum
     o = ops.buffered_step_(q, token, sums, local_tokens(state), state.buffered, state.exact_window, state.score)
     if token.mask is not None:
@@ -133,6 +147,19 @@ def _buffered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
         state.buffered.sub_((~token.mask).to(state.buffered.dtype))  # the next token overwrites a masked one
     _count_token_(state, token.mask)
     return o
+
+
+def _add_gates_(state: DecodeState, q: Tensor, token: Tokens) -> None:
+    """Gives a state with local tokens `local_gates` before its first token with a gate."""
+    if token.gates is None or state.local_gates is not None:
+        return
+    ops.refuse_to_record(q, *token, *state.tensors().values())
+    if not torch.compiler.is_compiling() and state.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "state must have local_gates before a CUDA graph of step_ with log_input_gate is captured, got None: each replay "
+            "would reset them; make a step before"
+        )
+    state.local_gates = state.with_gates().local_gates
 
 
 def _count_token_(state: DecodeState, mask: Tensor | None) -> None:

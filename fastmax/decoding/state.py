@@ -32,7 +32,8 @@ class DecodeState(BatchState):
     With an exact window of W tokens, the sums hold the tokens before the last W. `local_keys` (b, hk, W, d), `local_values`
     (b, hk, W, dv), `local_mask` (b, W) and `local_decays` (b, hk, W) hold the last W tokens, oldest first. Keys and values are
     in the dtype of q, k and v; log_decay is in the dtype of the sums. The mask is False for masked tokens and for unused
-    places.
+    places. `local_gates` (b, hk, W), also in the dtype of the sums, holds their log_input_gate. It is None until the first call
+    with gates; earlier tokens then have gates of 0.
 
     With `flush_interval` = T above 1, a buffer of up to T tokens precedes the last W. `step_` appends each new token. Once T
     tokens are buffered, it adds the oldest T to the sums together. The `local_` tensors have W + T places, and `local_mask` is
@@ -59,6 +60,7 @@ class DecodeState(BatchState):
     local_decays: Tensor | None = None
     flush_interval: int = 1
     buffered: Tensor | None = None  # None where flush_interval is 1
+    local_gates: Tensor | None = None  # None before the first log_input_gate, and without local tokens
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors by name. The first dimension of each is the batch."""
@@ -68,6 +70,12 @@ class DecodeState(BatchState):
         """Returns the state with `function` applied to each of its tensors."""
         return replace(self, **{name: function(x) for name, x in self.tensors().items()})
 
+    def with_gates(self) -> DecodeState:
+        """Returns the state with `local_gates`, 0 if there are none yet; without local tokens the same state."""
+        if self.local_decays is None or self.local_gates is not None:
+            return self
+        return replace(self, local_gates=torch.zeros_like(self.local_decays, memory_format=torch.contiguous_format))
+
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
@@ -75,13 +83,16 @@ class DecodeState(BatchState):
 
     @classmethod
     def _cat(cls, states: Sequence[DecodeState]) -> DecodeState:
+        if any(state.local_gates is not None for state in states):
+            states = [state.with_gates() for state in states]
         tensors = {name: torch.cat([getattr(state, name) for state in states]) for name in states[0].tensors()}
         return replace(states[0], tokens=max(state.tokens for state in states), **tensors)
 
     def options(self) -> dict:
         """Returns the options that states must share for `cat`, with the shapes of the tensors."""
         tensors = self.tensors()
-        options = {name: x for name, x in vars(self).items() if name not in tensors and name != "tokens"}
+        tensors.pop("local_gates", None)  # `cat` adds those that a state lacks
+        options = {name: x for name, x in vars(self).items() if name not in tensors and name not in ("tokens", "local_gates")}
         return options | {f"shape of {name}": tuple(x.shape[1:]) for name, x in tensors.items()}
 
     def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> DecodeState:

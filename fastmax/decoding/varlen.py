@@ -86,5 +86,5 @@ class _Part:
     def of(self, tokens: Tokens) -> Tokens:
         is_real = self._is_real.unsqueeze(0)
         mask = is_real if tokens.mask is None else is_real & tokens.mask.index_select(1, self._token)
-        decays = None if tokens.decays is None else self(tokens.decays, 2)
-        return Tokens(self(tokens.keys, 2), self(tokens.values, 2), mask, decays)
+        decays, gates = (None if x is None else self(x, 2) for x in (tokens.decays, tokens.gates))
+        return Tokens(self(tokens.keys, 2), self(tokens.values, 2), mask, decays, gates)

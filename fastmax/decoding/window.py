@@ -25,12 +25,20 @@ from fastmax.prepare.padding import taken
 
 
 class Tokens(NamedTuple):
-    """Keys, values, masks and decays of consecutive tokens."""
+    """Keys, values, masks, decays and gates of consecutive tokens."""
 
     keys: Tensor  # (b, hk, tokens, d)
     values: Tensor  # (b, hk, tokens, dv)
     mask: Tensor | None  # bool (b, tokens), True = the token is real
     decays: Tensor | None  # (b, hk, tokens), log_decay, which may be -inf
+    gates: Tensor | None  # (b, hk, tokens), log_input_gate in its range and in the dtype of the sums, or NaN
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None, log_input_gate: Tensor | None) -> Tokens:
+        """Returns checked arguments of a step or a prefill as tokens."""
+        if log_input_gate is not None:
+            log_input_gate = eager.clamped_gate(log_input_gate, eager.compute_dtype(k.dtype))
+        return cls(k, v, mask, log_decay, log_input_gate)
 
     def slice(self, first: int, count: int) -> Tokens:
         return self._each(lambda x, dim: x.narrow(dim, first, count))
@@ -53,15 +61,16 @@ class Tokens(NamedTuple):
         return self._replace(decays=torch.where(self.mask.unsqueeze(1), self.decays, 0.0))
 
     def _each(self, function: Callable[[Tensor, int], Tensor]) -> Tokens:
-        return Tokens(*(function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
+        tokens = zip(self, _TOKEN_DIMENSIONS, strict=True)
+        return Tokens(*(None if x is None else function(x, dim) for x, dim in tokens))
 
 
-_TOKEN_DIMENSIONS = (2, 2, 1, 2)
+_TOKEN_DIMENSIONS = (2, 2, 1, 2, 2)
 
 
 def local_tokens(state: DecodeState) -> Tokens:
     """Returns the `local_` tensors of a state."""
-    return Tokens(state.local_keys, state.local_values, state.local_mask, state.local_decays)
+    return Tokens(state.local_keys, state.local_values, state.local_mask, state.local_decays, state.local_gates)
 
 
 def joined(state: DecodeState, tokens: Tokens) -> Tokens:
@@ -73,8 +82,11 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
         decays = before.decays.new_zeros(b, hk, n)
     else:
         decays = eager.not_above_zero(tokens.decays.to(before.decays.dtype))
-    tokens = tokens._replace(mask=mask, decays=decays)
-    return Tokens(*(torch.cat(x, dim) for *x, dim in zip(before, tokens, _TOKEN_DIMENSIONS, strict=True)))
+    gates = tokens.gates
+    if before.gates is not None and gates is None:
+        gates = before.gates.new_zeros(b, hk, n)
+    pairs = zip(before, tokens._replace(mask=mask, decays=decays, gates=gates), _TOKEN_DIMENSIONS, strict=True)
+    return Tokens(*(None if new is None else torch.cat((x, new), dim) for x, new, dim in pairs))
 
 
 def prefill(
@@ -89,7 +101,7 @@ def prefill(
     leaving = tokens.slice(0, n)
     call = with_bounds(Call(state.score, causal=True), q, tokens.keys, tokens.decays, continues=True)
     between = eager.sums_in_window(call.log_decay, window)  # decay from token i, where query i is computed, to token W + i
-    call = call._replace(attention_mask=leaving.mask, log_decay=call.log_decay[..., :n])
+    call = call._replace(attention_mask=leaving.mask, log_decay=call.log_decay[..., :n], log_input_gate=leaving.gates)
     if count is not None:
         leaves = torch.arange(n, device=q.device) < count.unsqueeze(-1)
         decays = torch.where(leaves.unsqueeze(1), call.log_decay, 0.0)
@@ -111,7 +123,8 @@ def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: 
     scale = state.score.scale
     # A step has derivatives of all orders, a prefill only first ones.
     if q.shape[2] == 1 and (q.device.type == "cpu" or eager.differentiating(q, *tokens)):
-        local = eager.softmax_step(q, *tokens.slice(1, state.exact_window), scale)
+        keys, values, mask, decays, _ = tokens.slice(1, state.exact_window)
+        local = eager.softmax_step(q, keys, values, mask, decays, scale)
     else:
         call = Call(Softmax(scale), causal=True, left=state.exact_window - 1, attention_mask=tokens.mask)
         call = with_bounds(call, q, tokens.keys, tokens.decays)
@@ -134,6 +147,6 @@ def advanced(
     if state.positions is not None:
         changes["positions"] = state.positions + (n if count is None else count)
     if state.exact_window > 0:  # copies, not views of all tokens
-        local = tokens._asdict().items()
-        changes |= {f"local_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in local}
+        local = {name: x for name, x in tokens._asdict().items() if x is not None}
+        changes |= {f"local_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in local.items()}
     return replace(state, **changes)

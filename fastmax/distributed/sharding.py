@@ -46,7 +46,8 @@ _AXES = {
     **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
     **dict.fromkeys(("o_global", "z_global", "g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "kv_state", "k_sum", "new_kv_state", "new_k_sum"), _KEYS),
-    **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "buffered", "saved"), _KEYS),
+    **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "local_gates"), _KEYS),
+    **dict.fromkeys(("buffered", "saved"), _KEYS),
     **dict.fromkeys(("finite", "pairs_of_states"), _KEYS),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin", "places"), _SHARED),
     **dict.fromkeys(("conv_weight", "q_weight", "k_weight", "norm_weight"), _SHARED),
@@ -173,7 +174,7 @@ def _run(
     with_axes = {name: x for name, x in tensors.items() if tuple(x.shape) != (0,)}
     with torch.no_grad():  # autograd has already recorded the operator
         keys_summed = "grad_new_kv_state" not in names and "grad_k" not in written
-        division = divide(with_axes, written, keys_summed)
+        division = divide(with_axes, tuple(name for name in written if name in tensors), keys_summed)
         replicated = (Replicate(),) * division.mesh.ndim
         local = []
         for name, x in zip(names, args, strict=True):

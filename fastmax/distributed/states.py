@@ -377,7 +377,7 @@ class _Finish(torch.autograd.Function):
                     states_and_grads = (after[i], grad_after[i]), (before[i], grad_before[i])
                     pairs_of_states = torch.stack([_inner_product(*x, k) for x in states_and_grads], dim=-1)
                 given = *_of(part, g, e), grad_after[i], *_of(part, q, k, v), calls[i], pairs, pairs_of_states, saved[i]
-                grad_k, grad_v, grad_decay = ops.prefill_backward_of_keys_(*given)
+                grad_k, grad_v, grad_decay, _ = ops.prefill_backward_of_keys_(*given)
                 pieces.append((grad_q, grad_k, grad_v, grad_decay)[: 3 if log_decay is None else 4])
                 of_queries[i] = saved[i] = None
             return _concatenated(pieces, lambda: tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
@@ -408,8 +408,8 @@ class _NonCausal(torch.autograd.Function):
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         grads, results = (grad_o, grad_z, None, None), (o, z, None, None)
         without_keys = _without_keys(call, k)
-        grad_q, _, _, _, *own = ops.prefill_backward(grads, q, k, v, results, without_keys, *_unpack(total, v))
-        grad_total = _total(_pack((own[0], own[1])), ctx.job, "gradients of states")
+        grad_q, *_, of_kv_state, of_k_sum = ops.prefill_backward(grads, q, k, v, results, without_keys, *_unpack(total, v))
+        grad_total = _total(_pack((of_kv_state, of_k_sum)), ctx.job, "gradients of states")
         # With zero gradients of the outputs, only the gradient of the final state contributes.
         nothing = torch.zeros_like(o)
         grads, results = (nothing, None, *_unpack(grad_total, v)), (nothing, torch.ones_like(z), None, None)

@@ -15,6 +15,7 @@ from fastmax.eager.buffered import buffered_step_
 from fastmax.eager.decay import finite_decay, not_above_zero, sum_of_decays, sums_in_window
 from fastmax.eager.dispatch import algorithm_of
 from fastmax.eager.features import state_rows
+from fastmax.eager.input_gate import clamped as clamped_gate
 from fastmax.eager.merge import merge_
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decode_step, decode_step_, softmax_step, sums_of_weights
@@ -40,6 +41,7 @@ __all__ = [
     "backward_of_keys",
     "backward_of_queries",
     "buffered_step_",
+    "clamped_gate",
     "compute_dtype",
     "decode_step",
     "decode_step_",

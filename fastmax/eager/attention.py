@@ -19,6 +19,7 @@ from fastmax.eager.blocks import (
     split_heads,
 )
 from fastmax.eager.dispatch import RecordedOutput, finish_of, operands, plan_of, row_inputs, row_terms_of, tiles_of
+from fastmax.eager.input_gate import with_nan_rows
 from fastmax.eager.workspace import Workspace
 
 
@@ -35,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
     Softmax attention and exact windows return the log-sum-exp in place of the denominators. With `differentiable`, autograd can
     record all operations; otherwise large temporaries are written in place.
     """
-    o, z = _without_noise(q, k, v, call, differentiable)
+    o, z = with_nan_rows(*_without_noise(q, k, v, call, differentiable), call, in_place=not differentiable)
     if call.drop_noise is None:
         return o, z
     add = torch.addcmul if differentiable else Tensor.addcmul_
@@ -49,7 +50,8 @@ def _without_noise(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: 
     z = q.new_full(q.shape[:3], tiles_of(call).NO_KEYS, dtype=compute_dtype(q.dtype))
     if o.numel() == 0 or k.numel() == 0:
         o.zero_()
-        zero = sum(x.flatten()[:0].sum() for x in (q, k, v))  # connects the result to the autograd graph
+        given = (x for x in (q, k, v, *call.differentiable) if x is not None)
+        zero = sum(x.flatten()[:0].sum() for x in given)  # connects the result to the autograd graph
         return (o + zero, z + zero) if differentiable else (o, z)
     module, plan = plan_of(q, k, v, call)
     (b, hk), workspace = k.shape[:2], Workspace(z.dtype, q.device)

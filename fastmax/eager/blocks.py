@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax
 from fastmax.eager.decay import Decay, DecayGradient
+from fastmax.eager.input_gate import GateGradient
 from fastmax.eager.tiles import TileGradients, TileInfo
 
 
@@ -106,12 +107,14 @@ class KeyFactors(NamedTuple):
     """The factors of a block of keys, each (B, length, 1) or None for 1. They multiply f(s) in the weights of these keys.
 
     Every pair of a query and a key is computed either in a tile or through the state. In a tile, weights are multiplied by
-    `in_tile`, and the decays are in the tile's exponent. A key that is added to the state is multiplied by `in_state`. The
-    gradient of v needs the same factors: in a tile it gets them from the weights, through the state from `times_state_factor`.
+    `in_tile` and the gates, and the decays are in the tile's exponent. A key that is added to the state is multiplied by
+    `in_state`. The gradient of v needs the same factors: in a tile it gets them from the weights, through the state from
+    `times_state_factor`.
     """
 
     mask: Tensor | None  # 0 where a key is masked, else 1
     decay: Tensor | None = None  # from the key to the end of its chunk
+    log_gate: Tensor | None = None  # the logarithm of the input gate
 
     @property
     def in_tile(self) -> Tensor | None:
@@ -129,7 +132,10 @@ class KeyFactors(NamedTuple):
     @property
     def without_mask(self) -> Tensor | None:
         """`in_state` without the mask."""
-        return self.decay
+        if self.log_gate is None:
+            return self.decay
+        gate = self.log_gate.exp()
+        return gate if self.decay is None else gate * self.decay
 
     def times_state_factor(self, x: Tensor) -> Tensor:
         """Returns x (B, length, channels) times `in_state`."""
@@ -200,20 +206,22 @@ class Operands:
 
     def tile_info(self, factors: KeyFactors, **fields) -> TileInfo:
         """Returns the `TileInfo` of a tile whose keys have these factors; `fields` are those that depend on the queries too."""
-        return TileInfo(self.group, key_weight=factors.in_tile, returns_pairs=self.returns_pairs, **fields)
+        return TileInfo(
+            self.group, key_weight=factors.in_tile, log_gate=factors.log_gate, returns_pairs=self.returns_pairs, **fields
+        )
 
     @property
     def returns_pairs(self) -> bool:
         """Whether the gradient of a tensor of the call is a sum over pairs: of `TileGradients.pairs` in the tiles."""
-        return self.call.log_decay is not None
+        return self.call.log_decay is not None or self.call.log_input_gate is not None
 
     def key_factors(self, span: Span) -> KeyFactors:
         """Returns the factors of a block of keys, without decays."""
-        mask = self.call.attention_mask
-        if mask is None:
-            return KeyFactors(None)
-        mask = mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
-        return KeyFactors(to_blocks(mask.to(compute_dtype(self.k.dtype)), span))
+        mask, gate = self.call.attention_mask, self.call.log_input_gate
+        if mask is not None:
+            mask = mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
+            mask = to_blocks(mask.to(compute_dtype(self.k.dtype)), span)
+        return KeyFactors(mask, log_gate=None if gate is None else to_blocks(gate[:, :, None, :, None], span))
 
 
 class InputGradients(NamedTuple):
@@ -243,6 +251,7 @@ class Gradients:
         self._sums = InputGradients(*(x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out))
         self._rpe = rpe
         self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift, ops.call.lag)
+        self.gate = None if ops.call.log_input_gate is None else GateGradient(ops.call.log_input_gate)
 
     @staticmethod
     def _add(total: Tensor, span: Span, x: Tensor, scale: float = 1.0) -> None:
@@ -267,8 +276,11 @@ class Gradients:
             self.add_q(queries, tile.q)
         self.add_k(keys, tile.k)
         self.add_v(keys, tile.v)
+        if self.gate is not None:
+            gated = tile.pairs if tile.is_global is None else tile.pairs * tile.is_global
+            self.gate.add_keys(keys.start, gated.sum(1))
         if self.decay is not None:
-            self.decay.add_tile(queries.start, keys.start, tile.pairs)
+            self.decay.add_tile(queries.start, keys.start, tile.pairs)  # overwrites the pairs
         if tile.rpe is not None:
             self._rpe[rpe_rows] += tile.rpe
 
@@ -281,10 +293,20 @@ class Gradients:
         """Adds the sums over each key's pairs with queries of other chunks, (B, length, 1)."""
         if self.decay is not None:
             self.decay.add_keys(keys.start, x)
+        if self.gate is not None:
+            self.gate.add_keys(keys.start, x.squeeze(-1))
 
-    def per_head(self) -> dict[str, Tensor]:
-        """Returns the gradients of the differentiable tensors with a dimension for kv heads, by name, after the last block."""
-        return {} if self.decay is None else {"log_decay": self.decay.result()}
+    def per_head(self, before: Tensor | float = 0.0, after: Tensor | float = 0.0) -> dict[str, Tensor]:
+        """Returns the gradients of the differentiable tensors with a dimension for kv heads, by name, after the last block.
+
+        `before` and `after` are the arguments of `DecayGradient.result`.
+        """
+        grads = {}
+        if self.decay is not None:
+            grads["log_decay"] = self.decay.result(before, after)
+        if self.gate is not None:
+            grads["log_input_gate"] = self.gate.result()
+        return grads
 
     def write(self) -> None:
         """Writes the sums to `out`."""

@@ -6,6 +6,8 @@ buffered ones before them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,18 +28,20 @@ def buffered_step_(
     local_mask: Tensor,
     local_decays: Tensor,
     buffered: Tensor,
+    local_gates: Tensor | None,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     exact_window: int,
     score: Score,
 ) -> Tensor:
     """Returns the output of a step, (b, h, 1, dv) in q's dtype, and overwrites the tensors of the state.
 
-    q, k, v, mask and log_decay are those of `decode_step`; the tensors of the state are those of `DecodeState`. If T tokens are
-    buffered already, the oldest T tokens are added to the sums first.
+    q, k, v, mask, log_decay and log_input_gate are those of `decode_step`; the tensors of the state are those of `DecodeState`.
+    If T tokens are buffered already, the oldest T tokens are added to the sums first.
     """
     b, heads = k.shape[:2]
-    local = local_keys, local_values, local_mask, local_decays
+    local = _Local(local_keys, local_values, local_mask, local_decays, local_gates)
     full = buffered >= local_keys.shape[2] - exact_window
     if not is_at_hand(full) or bool(full.any()):
         _flush_(full, kv_state, k_sum, local, exact_window, score)
@@ -45,18 +49,37 @@ def buffered_step_(
     at = buffered.long() + exact_window  # index of the token among the local ones, (b, hk)
     decay = local_decays.new_zeros(b, heads, 1) if log_decay is None else not_above_zero(log_decay)
     is_visible = local_mask.new_ones(b, 1) if mask is None else mask
-    for x, new in zip(local, (k, v, is_visible.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
+    gate = torch.zeros_like(decay) if log_input_gate is None else log_input_gate
+    for x, new in zip(local, (k, v, is_visible.unsqueeze(1).expand(-1, heads, -1), decay, gate), strict=True):
+        if x is None:
+            continue
         place = at.view(b, heads, *(1,) * (x.dim() - 2)).expand_as(new)
         x.scatter_(2, place, new)
     buffered.add_(1)
     return _read(q, kv_state, k_sum, local, at, exact_window, score)
 
 
-def _flush_(full: Tensor, kv_state: Tensor, k_sum: Tensor, local: tuple[Tensor, ...], exact_window: int, score: Score) -> None:
+class _Local(NamedTuple):
+    """The `local_` tensors of a state."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    decays: Tensor
+    gates: Tensor | None
+
+    def with_gates(self, factors: Tensor) -> Tensor:
+        """Returns factors (b, hk, places) of the tokens, or of the first ones, times exp of their gates; 0 stays 0."""
+        if self.gates is None:
+            return factors
+        return torch.where(factors == 0, 0.0, factors * self.gates[:, :, : factors.shape[2]].exp())
+
+
+def _flush_(full: Tensor, kv_state: Tensor, k_sum: Tensor, local: _Local, exact_window: int, score: Score) -> None:
     """Adds the oldest T tokens to the sums and moves the last W tokens to the front, in the heads with `full` (b, hk)."""
-    count = local[0].shape[2] - exact_window
-    keys, tokens, mask, decays = (x[:, :, :count] for x in local)
-    factors = torch.where(mask, decay_to_last(decays).exp(), 0.0)
+    count = local.keys.shape[2] - exact_window
+    keys, tokens, mask, decays = (x[:, :, :count] for x in local[:4])
+    factors = torch.where(mask, local.with_gates(decay_to_last(decays).exp()), 0.0)
     is_visible = (factors != 0).unsqueeze(-1)
     features = distinct_features(torch.where(is_visible, keys, 0).to(kv_state.dtype), score.order) * factors.unsqueeze(-1)
     tokens = torch.where(is_visible, tokens, 0).to(kv_state.dtype)
@@ -65,16 +88,14 @@ def _flush_(full: Tensor, kv_state: Tensor, k_sum: Tensor, local: tuple[Tensor, 
     new_kv_state = _decayed(kv_state, factor.unsqueeze(-1))
     for t in range(count):  # a matrix product might round to TF32
         new_kv_state.addcmul_(features[:, :, t].unsqueeze(-1), tokens[:, :, t].unsqueeze(-2))
-    moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in local)
+    moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in local if x is not None)
     for x, new in ((kv_state, new_kv_state), (k_sum, new_k_sum), *moved):
         x.copy_(torch.where(full.view(*full.shape, *(1,) * (x.dim() - 2)), new, x))
 
 
-def _read(
-    q: Tensor, kv_state: Tensor, k_sum: Tensor, local: tuple[Tensor, ...], at: Tensor, exact_window: int, score: Score
-) -> Tensor:
+def _read(q: Tensor, kv_state: Tensor, k_sum: Tensor, local: _Local, at: Tensor, exact_window: int, score: Score) -> Tensor:
     """Returns the output of the token at index `at` (b, hk) of the local tokens."""
-    keys, tokens, mask, decays = local
+    keys, tokens, mask, decays, _ = local
     place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
     decays = torch.where(place <= at, decays, 0.0)
     log_factors, sums_factor = decay_to_last(decays), _factor_of_sums(decays, k_sum)
@@ -84,7 +105,8 @@ def _read(
 
     is_global = is_visible & (place <= at - exact_window)
     polynomial = score.a0 + s * (score.a1 + (score.a2 if score.order == 2 else 0.0) * s)
-    weights = torch.where(is_global.unsqueeze(2), polynomial * log_factors.exp().unsqueeze(2), 0.0)
+    factors = local.with_gates(log_factors.exp())
+    weights = torch.where(is_global.unsqueeze(2), polynomial * factors.unsqueeze(2), 0.0)
     query, sums_factor = query_features(q, k_sum, score), sums_factor.unsqueeze(-1)
     z = weights.sum(-1, keepdim=True) + _decayed(query @ k_sum.unsqueeze(-1), sums_factor)
     o = (weights @ tokens + _decayed(query @ kv_state, sums_factor)) * reciprocal(z)

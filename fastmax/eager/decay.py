@@ -338,6 +338,13 @@ class Decay:
         return rearrange(x[..., start : start + count * length], "b h (count t) -> (b h count) t", count=count)
 
 
+def add_tokens(total: Tensor, start: int, x: Tensor) -> None:
+    """Adds x (b * hk * count, length) to the tokens from `start` on of total (b, hk, tokens)."""
+    b, hk = total.shape[:2]
+    x = rearrange(x, "(b h count) t -> b h (count t)", b=b, h=hk)
+    total[..., start : start + x.shape[-1]] += x
+
+
 class QueryPairs:
     """Collects the per-query sums of the gradient of log_decay, which a later call passes to `DecayGradient.add_queries`."""
 
@@ -398,7 +405,7 @@ class DecayGradient:
         square = pairs[:, before : before + cols] if before >= 0 else pairs[:, :0]
         if square.shape[1] > 0:
             below = square.cumsum_(-1).tril_(-1)[..., : square.shape[1] - 1].sum(1)
-            self._add(self._diagonal, key, F.pad(below, (1, 0)))
+            add_tokens(self._diagonal, key, F.pad(below, (1, 0)))
             pairs, query = pairs[:, before + cols :], query + before + cols
         if pairs.shape[1] > 0:
             self._add_difference(query + self._shift, pairs.sum(2))
@@ -419,11 +426,5 @@ class DecayGradient:
         return self._diagonal + total - rounding
 
     def _add_difference(self, start: int, x: Tensor) -> None:
-        self._add(self._difference, start, x)
-        self._add(self._size, start, x.abs())
-
-    @staticmethod
-    def _add(total: Tensor, start: int, x: Tensor) -> None:
-        b, hk = total.shape[:2]
-        x = rearrange(x, "(b h count) t -> b h (count t)", b=b, h=hk)
-        total[..., start : start + x.shape[-1]] += x
+        add_tokens(self._difference, start, x)
+        add_tokens(self._size, start, x.abs())

@@ -13,6 +13,7 @@ from fastmax.core.score import Softmax
 from fastmax.eager import exact, flash, linear, planner, quadratic, tiles
 from fastmax.eager.blocks import Group, Operands, Span, compute_dtype, from_blocks, split_heads, to_blocks, token_major
 from fastmax.eager.decay import Decay
+from fastmax.eager.input_gate import without_nan
 from fastmax.eager.planner import LinearPlan, QuadraticPlan
 
 RowTerms = Callable[[Span], tuple[Tensor, ...]]  # see `tiles.row_terms`
@@ -75,6 +76,8 @@ def operands(
     per_head = {name: getattr(call, name) for name in PER_HEAD}
     per_head = {name: None if x is None else x[group] for name, x in per_head.items()}
     call = call._replace(attention_mask=None if mask is None else mask[batch], **per_head)
+    if call.log_input_gate is not None:
+        call = call._replace(log_input_gate=without_nan(call.log_input_gate))
     decay = None
     if any(x is not None for x in (call.log_decay, call.k_start, call.k_end)):
         decay = Decay(

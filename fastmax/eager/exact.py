@@ -1,10 +1,10 @@
 """One tile of Fastmax with an exact window: the functions of `fastmax.eager.tiles`, with local keys weighted by exp(s).
 
-    w_ij = exp(x_ij) c_ij         local keys: x = s + D, c = 1         global keys: x = D, c = f(s)
+    w_ij = exp(x_ij) c_ij         local keys: x = s + D, c = 1         global keys: x = D + b, c = f(s)
 
-D is the sum of log_decay between key and query, 0 without decays. As in `fastmax.eager.flash`, the sums are relative to the
-largest x so far, and the backward computes the weights from the log of the sums. The functions write in place, so autograd
-cannot record them.
+D is the sum of log_decay between key and query, 0 without decays; b is the key's log_input_gate, 0 without gates. As in
+`fastmax.eager.flash`, the sums are relative to the largest x so far, and the backward computes the weights from the log of the
+sums. The functions write in place, so autograd cannot record them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def backward(
         ds.mul_(factor)
     else:
         ds.unflatten(1, (info.group, -1)).mul_(torch.add(window.is_local, window.is_global, alpha=factor))
-    return tiles.TileGradients(ds @ k, ds.mT @ q, dv, None, pairs)
+    return tiles.TileGradients(ds @ k, ds.mT @ q, dv, None, pairs, None if window is None else window.is_global)
 
 
 def _scores(q: Tensor, k: Tensor, info: tiles.TileInfo, workspace: Workspace) -> tuple[Tensor, Tensor]:
@@ -105,6 +105,9 @@ def _scores(q: Tensor, k: Tensor, info: tiles.TileInfo, workspace: Workspace) ->
         torch.addcmul(first, scores, info.window.is_local, out=exponents)
     if decay is not None and hidden is not None:
         exponents.add_(hidden)
+    if info.log_gate is not None:
+        gate = info.log_gate.mT.unsqueeze(1)
+        exponents.add_(gate if info.window is None else gate * info.window.is_global)
     if info.key_weight is not None:
         x.masked_fill_(info.key_weight.mT == 0, NO_KEYS)
     return s, x

@@ -84,7 +84,10 @@ def backward(
 
 
 def _scores(q: Tensor, k: Tensor, info: tiles.TileInfo, workspace: Workspace | None) -> Tensor:
-    """Returns the scores q.k plus the exponents of the decays, -inf where a key is hidden, (B, group * rows, cols)."""
+    """Returns the scores q.k plus the exponents of the decays and the logarithms of the gates, (B, group * rows, cols).
+
+    They are -inf where a key is hidden.
+    """
     s = torch.bmm(q, k.mT, out=buffer(workspace, "scores", *q.shape[:2], k.shape[1]))
     heads = s.unflatten(1, (info.group, -1))
     hidden = tiles.hide_beyond(heads, info)
@@ -92,6 +95,8 @@ def _scores(q: Tensor, k: Tensor, info: tiles.TileInfo, workspace: Workspace | N
         heads.add_(hidden)
     if info.exponent is not None:
         heads.add_(info.exponent.unsqueeze(1))
+    if info.log_gate is not None:
+        s.add_(info.log_gate.mT)
     return s if info.key_weight is None else s.masked_fill_(info.key_weight.mT == 0, NO_KEYS)
 
 

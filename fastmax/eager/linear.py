@@ -8,7 +8,8 @@ so the numerator of a query needs three sums over the keys, and the denominator 
 
 Causal attention passes over the sequence in chunks. The inter-chunk part is computed from the state before the chunk. The
 intra-chunk part is a tile of the quadratic algorithm. Decays and sequence bounds become factors per chunk: of the sums read
-from the state, of the keys that are added to the state, and of the state itself (`fastmax.eager.decay.Factors`).
+from the state, of the keys that are added to the state, and of the state itself (`fastmax.eager.decay.Factors`). Input gates
+are factors of the keys that are added.
 
 The backward makes two passes. A forward pass over the chunks recomputes the states of the keys and adds dq. A reverse pass adds
 dk and dv from states of the queries, which are sums of the same kind with q, g and e in place of k, v and 1.
@@ -389,7 +390,7 @@ def _add_inter_chunk_q(
             q, g, e = _scaled((q, *terms), rows)
             dq, _ = _read_gradient(before, q, g, e, score, workspace)
             grads.add_q(span, dq)
-            if ops.returns_pairs:
+            if ops.call.log_decay is not None:
                 grads.add_pairs_of_queries(span, _read_pairs(before, q, g, e, dq, score))
 
         if ops.causal:

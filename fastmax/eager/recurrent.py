@@ -24,6 +24,7 @@ def decode_step(
     k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the output (b, h, 1, dv) in q's dtype, and the new kv_state and k_sum, contiguous.
@@ -33,8 +34,9 @@ def decode_step(
         kv_state, k_sum: (b, hk, features, dv) and (b, hk, features), as in `DecodeState`.
         mask: bool (b, 1), True = the token is added to the state.
         log_decay: (b, hk, 1); the state decays before the token is added, for masked tokens too.
+        log_input_gate: (b, hk, 1), in its range; the token is added times exp of it.
     """
-    key, v = _features(k, v, mask, kv_state.dtype, score)
+    key, v = _features(k, v, mask, log_input_gate, kv_state.dtype, score)
     if log_decay is not None:
         factor = _factor_of_state(log_decay, k_sum)
         k_sum, kv_state = (torch.where(x == 0, 0.0, x * y) for x, y in ((factor, k_sum), (factor.unsqueeze(-1), kv_state)))
@@ -51,10 +53,11 @@ def decode_step_(
     k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     score: Score,
 ) -> Tensor:
     """Returns the output of `decode_step`, and overwrites kv_state and k_sum by the new ones."""
-    key, v = _features(k, v, mask, kv_state.dtype, score)
+    key, v = _features(k, v, mask, log_input_gate, kv_state.dtype, score)
     if log_decay is not None:
         factor = _factor_of_state(log_decay, k_sum)
         may_be_zero = not is_at_hand(factor) or bool((factor == 0).any())
@@ -78,12 +81,18 @@ def _factor_of_state(log_decay: Tensor, k_sum: Tensor) -> Tensor:
     return torch.where(log_decay.isnan() & (keys == 0), 1.0, factor)
 
 
-def _features(k: Tensor, v: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> tuple[Tensor, Tensor]:
-    """Returns the features of k (b, hk, features), and v, in a dtype; both are 0 for masked tokens, even if not finite."""
+def _features(
+    k: Tensor, v: Tensor, mask: Tensor | None, log_input_gate: Tensor | None, dtype: torch.dtype, score: Score
+) -> tuple[Tensor, Tensor]:
+    """Returns the features of k times the gate (b, hk, features), and v, in a dtype. Both are 0 for masked tokens, even if not
+    finite."""
     if mask is not None:
         k, v = (torch.where(mask[:, None, :, None], x, 0) for x in (k, v))
     key = distinct_features(k.squeeze(2).to(dtype), score.order)
-    return key if mask is None else key * mask.unsqueeze(-1), v.to(dtype)
+    factor = None if log_input_gate is None else log_input_gate.exp()
+    if mask is not None:
+        factor = mask.unsqueeze(-1) if factor is None else torch.where(mask.unsqueeze(-1), factor, 0.0)
+    return key if factor is None else key * factor, v.to(dtype)
 
 
 def sums_of_weights(q: Tensor, k_sum: Tensor, score: Score) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax.core.call import Call
+from fastmax.core.call import CONTINUED, Call
 from fastmax.core.score import Score
 from fastmax.eager import linear, tiles
 from fastmax.eager.blocks import (
@@ -29,6 +29,7 @@ from fastmax.eager.blocks import (
 from fastmax.eager.decay import QueryPairs, may_hold_nan
 from fastmax.eager.dispatch import RecordedOutput, RowTerms, finish_of, linear_plan_of, operands, row_inputs, row_terms_of
 from fastmax.eager.features import state_rows
+from fastmax.eager.input_gate import nan_rows, with_nan_rows
 from fastmax.eager.planner import LinearPlan
 from fastmax.eager.recurrent import coefficients
 from fastmax.eager.workspace import Workspace
@@ -46,7 +47,7 @@ class StateGradients(NamedTuple):
     """The gradients of `forward_from_state`."""
 
     inputs: InputGradients
-    log_decay: Tensor | None  # None for a call without decays
+    tensors: dict[str, Tensor | None]  # of the call's differentiable tensors, by name; None for an absent tensor
     state: tuple[Tensor, Tensor]  # of the given kv_state and k_sum
 
 
@@ -67,7 +68,7 @@ def forward_from_state(
         return empty_like_layout(q, dv), kv_state.new_empty(q.shape[:3]), kv_state, k_sum
     order = call.score.order
     plan = linear_plan_of(q, k, v, call)._replace(heads=b * hk)
-    recorded = recording(q, k, v, kv_state, k_sum, call.log_decay)
+    recorded = recording(q, k, v, kv_state, k_sum, *call.differentiable)
     workspace = None if recorded else Workspace(kv_state.dtype, q.device)
     ops = operands(q, k, v, call, state=k_sum[..., 0])
     if call.log_decay is not None and may_hold_nan(k_sum[..., 0]):  # `ops.decay` makes the queries that read it NaN
@@ -76,7 +77,8 @@ def forward_from_state(
     state = linear.unpack_state(kv_state.flatten(0, 1), k_sum.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, output, workspace, state)
     state = _with_nan_of_decays(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
-    return *output.join(q), *state
+    state = _with_nan_of_gates(call, state)
+    return *with_nan_rows(*output.join(q), call, in_place=not recorded), *state
 
 
 def backward_from_state(
@@ -92,13 +94,12 @@ def backward_from_state(
     The reverse pass holds these sums over queries without c. It starts from the gradient of the new state divided by c, and its
     final state times c is the gradient of the given state.
     """
-    log_decay = call.log_decay
     grads = InputGradients.zeros(q, k, v)
-    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+    tensors = _zero_gradients(call)
     new_grads = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(states.given, states.grads, strict=True))
     state_grads = tuple(x.clone(memory_format=torch.contiguous_format) for x in new_grads)
     if q.numel() > 0:
-        pairs_after = None if grad_decay is None else _pairs_of_state(states.new, states.grads)
+        pairs_after = None if call.log_decay is None else _pairs_of_state(states.new, states.grads)
         rows, hk = row_inputs(grad_o, grad_z, o, z, call), k.shape[1]
         workspace = Workspace(compute_dtype(q.dtype), q.device)
         for group, plan, ops in _groups(q, k, v, call):
@@ -106,11 +107,11 @@ def backward_from_state(
             given, grads_of_group = (tuple(x[group] for x in pair) for pair in (states.given, state_grads))
             _backward_of_group_(grads_of_group, given, ops, plan, row_terms_of(ops, rows, hk, group), sums, workspace)
             sums.write()
-            if grad_decay is not None:
-                before = _pairs_of_state(given, grads_of_group)
-                after = 0.0 if pairs_after is None else pairs_after[group]
-                grad_decay[group] = sums.decay.result(before, after).to(grad_decay.dtype)
-    return StateGradients(grads, grad_decay, state_grads)
+            pairs = ()
+            if sums.decay is not None:
+                pairs = _pairs_of_state(given, grads_of_group), 0.0 if pairs_after is None else pairs_after[group]
+            _write_per_head(tensors, group, sums.per_head(*pairs))
+    return StateGradients(grads, tensors, state_grads)
 
 
 def _backward_of_group_(
@@ -143,7 +144,7 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         state = linear.pack_state(linear.state_of_keys(ops, plan, workspace), d)
         state = _with_nan_of_decays(ops, tuple(x.unflatten(0, ops.k.shape[:2]) for x in state))
         _write_state((kv_state, k_sum), group, state)
-    return kv_state, k_sum
+    return _with_nan_of_gates(call, (kv_state, k_sum))
 
 
 def state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -203,8 +204,8 @@ def backward_of_keys(
     state_grads: tuple[Tensor, Tensor],
     pairs: Tensor | None,
     pairs_of_states: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """Returns the gradients (k, v) of `backward_from_state`, and for calls with decays the gradient of log_decay, else None.
+) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | None]]:
+    """Returns the gradients (k, v) of `backward_from_state`, and those of the call's differentiable tensors by name.
 
     Args:
         state_grads: gradients of the new state.
@@ -212,23 +213,36 @@ def backward_of_keys(
         pairs_of_states: (b, hk, 2), `_pairs_of_state` of the new state and of the given state.
     """
     grads = InputGradients.zeros(q[:, :, :0], k, v)
-    grad_decay = None if call.log_decay is None else torch.zeros_like(call.log_decay, memory_format=torch.contiguous_format)
+    tensors = _zero_gradients(call)
     workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
     score = _divisors(call.score, state_grads[0].dtype)
     factors = coefficients(q.shape[3], score, state_grads[0])
     query_sums = state_grads[0] / factors.unsqueeze(-1), state_grads[1] / factors
     for group, plan, ops in _groups(q, k, v, call):
         sums = Gradients(ops, grads.of_group(group, hk))
-        if grad_decay is not None:
+        if sums.decay is not None:
             of_group = split_heads(pairs, hk)[group]
             sums.decay.add_queries(0, of_group.flatten(2).flatten(0, 1).unsqueeze(-1), of_group.shape[2])
         after = linear.unpack_state(*(x[group].flatten(0, 1) for x in query_sums), q.shape[3], call.score.order)
         linear.backward_of_keys(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, after, score)
         sums.write()
-        if grad_decay is not None:
-            pairs_after, pairs_before = pairs_of_states[group].split(1, dim=-1)
-            grad_decay[group] = sums.decay.result(pairs_before, pairs_after).to(grad_decay.dtype)
-    return (grads.k, grads.v), grad_decay
+        pairs_of_group = () if sums.decay is None else reversed(pairs_of_states[group].split(1, dim=-1))
+        _write_per_head(tensors, group, sums.per_head(*pairs_of_group))
+    return (grads.k, grads.v), tensors
+
+
+def _zero_gradients(call: Call) -> dict[str, Tensor | None]:
+    """Returns zeros for the gradients of the call's differentiable tensors, by name; None for an absent tensor."""
+    given = {name: getattr(call, name) for name in CONTINUED.differentiable}
+    return {
+        name: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for name, x in given.items()
+    }
+
+
+def _write_per_head(tensors: dict[str, Tensor | None], group: Group, of_group: dict[str, Tensor]) -> None:
+    """Writes the gradients of a head group, `Gradients.per_head`, into those of all heads."""
+    for name, x in of_group.items():
+        tensors[name][group] = x.to(tensors[name].dtype)
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[Group, LinearPlan, Operands]]:
@@ -255,6 +269,12 @@ def _with_nan_of_decays(ops: Operands, state: tuple[Tensor, Tensor]) -> tuple[Te
     if ops.decay is None or ops.decay.nan_state is None:
         return state
     return _filled(state, ops.decay.nan_state, torch.nan)
+
+
+def _with_nan_of_gates(call: Call, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the new state of a call, filled with NaN in the heads where it holds a key with a gate of NaN."""
+    is_nan = nan_rows(call, 1)
+    return state if is_nan is None else _filled(state, is_nan[..., -1], torch.nan)
 
 
 def _pairs_of_state(state: tuple[Tensor | None, Tensor | None], grads: tuple[Tensor | None, Tensor | None]) -> Tensor | None:

@@ -1,6 +1,6 @@
 """One tile of weights, a block of queries against a block of keys: forward, backward, and the final step of a row.
 
-    w_ij = f(q_i . (k_j + r_ij)) d_ij m_j      r = rpe matrix, d = decay factor, m = 0 where key j is masked, else 1
+    w_ij = f(q_i . (k_j + r_ij)) d_ij m_j      r = rpe matrix, d = decay factor, m = 0 where key j is masked, else its gate
     o_i = sum_j w_ij v_j / z_i                 z_i = sum_j w_ij
 
 The forward adds the sums over the keys j of one tile. The backward takes g_i and e_i of `row_terms`, and computes
@@ -45,6 +45,7 @@ class TileInfo(NamedTuple):
     diagonal: int | None = None  # column j is visible to row i if `j <= i + diagonal`
     lower: int | None = None  # and if `j >= i + lower`
     key_weight: Tensor | None = None  # (B, cols, 1), `KeyFactors.in_tile`: 0 where a key is masked
+    log_gate: Tensor | None = None  # (B, cols, 1), the logarithms of the keys' gates
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
     exponent: Tensor | None = None  # (B, rows, cols) from `Decay.exponent`; -inf where a key is hidden
     returns_pairs: bool = False  # whether `backward` returns `TileGradients.pairs`
@@ -59,6 +60,7 @@ class TileGradients(NamedTuple):
     v: Tensor
     rpe: Tensor | None
     pairs: Tensor | None  # (B, rows, cols), of the exponent, summed over the group: see `DecayGradient`
+    is_global: Tensor | None = None  # (rows, cols), 1 for pairs outside an exact window, else 0; None: all pairs are
 
 
 def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -173,13 +175,17 @@ def _decay_factors(info: TileInfo, workspace: Workspace | None) -> Tensor | None
 
 
 def _hide(x: Tensor, info: TileInfo, decay: Tensor | None) -> Tensor:
-    """Multiplies weights, or gradients of scores, in place by the masks, decay factors and key weights of the tile."""
+    """Multiplies weights, or gradients of scores, in place by the masks, decay factors, key weights and gates."""
     rows = x.unflatten(1, (info.group, -1))
     if info.diagonal is not None and info.diagonal < x.shape[-1] - 1:
         rows.tril_(info.diagonal)
     if decay is not None:
         rows.mul_(decay)
-    return x if info.key_weight is None else x.mul_(info.key_weight.mT)
+    factor = info.key_weight
+    if info.log_gate is not None:
+        gate = info.log_gate.exp()
+        factor = gate if factor is None else factor * gate
+    return x if factor is None else x.mul_(factor.mT)
 
 
 def hide_beyond(heads: Tensor, info: TileInfo) -> Tensor | None:

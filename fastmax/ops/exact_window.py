@@ -80,8 +80,8 @@ def local_call(call: Call) -> Call:
     """Returns the call for the local keys: softmax with a window."""
     window = call.exact_window
     right = -1 if call.causal else window - 1
-    of_global_keys = {name: None for name, x in ACCOMPANYING.items() if not x.of_local_keys}
-    return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right, **of_global_keys)
+    not_of_local_keys = {name: None for name, x in ACCOMPANYING.items() if not x.of_local_keys}
+    return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right, **not_of_local_keys)
 
 
 def global_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[GlobalKeys]:
@@ -110,7 +110,11 @@ def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, att
     log of the sums for both scores.
     """
     n = q.shape[2]
-    outputs = [attend(q, k, v, local_call(call))]
+    o, lse = attend(q, k, v, local_call(call))
+    for name in _DIFFERENTIABLE:
+        if (x := getattr(call, name)) is not None and not ACCOMPANYING[name].of_local_keys:
+            lse = lse + x.flatten()[:0].sum()  # connects it to the autograd graph even if there are no global keys
+    outputs = [(o, lse)]
     for part in global_keys(q, k, call):
         o, lse = (part.turned(x) for x in attend(*part.operands(q, k, v), part.call))
         ahead, behind = (0, n - part.queries) if part.reversed else (n - part.queries, 0)
@@ -142,8 +146,9 @@ def backward(
     grads = differentiate(grad_o, grad_lse, q, k, v, o, lse, local_call(call))
     given = [name for name in _DIFFERENTIABLE if getattr(call, name) is not None]
     for name in _DIFFERENTIABLE:
-        if name not in grads:  # not of local keys
-            grads[name] = torch.zeros_like(getattr(call, name)) if name in given else q.new_empty(0)
+        if name not in grads or not ACCOMPANYING[name].of_local_keys:
+            whole = getattr(call, name)
+            grads[name] = q.new_empty(0) if whole is None else torch.zeros_like(whole, memory_format=torch.contiguous_format)
     for part in global_keys(q, k, call):
 
         def of_queries(x: Tensor, part=part) -> Tensor:
@@ -156,7 +161,7 @@ def backward(
         for name, cut in (("q", part.queries_of), ("k", part.keys_of), ("v", part.keys_of)):
             cut(grads[name]).add_(part.turned(of_part[name]))
         for name in given:
-            grads[name].add_(of_part[name])
+            part.part_of(name, grads[name]).add_(of_part[name])  # a view: these calls are causal, so no part is reversed
     return grads
 
 

@@ -57,7 +57,7 @@ def prefill_backward(
     call: Call,
     kv_state: Tensor,
     k_sum: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Computes the gradients of `prefill`, for callers that receive the gradient of the new state themselves. Not recorded.
 
     Args:
@@ -65,7 +65,7 @@ def prefill_backward(
         results: the results of `prefill`.
 
     Returns:
-        Gradients of q, k, v, log_decay (no elements if the call has none), kv_state and k_sum.
+        Gradients of q, k, v, log_decay and log_input_gate (None or no elements if the call has none), kv_state and k_sum.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     return _PREFILL.backward(*grads, q, k, v, *results, *tensors, kv_state, k_sum, *options)
@@ -150,8 +150,9 @@ def prefill_backward_of_keys_(
     pairs: Tensor | None,
     pairs_of_states: Tensor | None,
     saved: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of k, v and log_decay (no elements if the call has none) of `prefill`. Not recorded.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Computes the gradients of k, v, log_decay and log_input_gate (None or no elements if the call has none) of `prefill`.
+    Not recorded.
 
     Args:
         of_state: gradients of the new state; None: zeros.
@@ -215,26 +216,36 @@ def _prefill_flops(q, k, v, *arguments, out_val=None) -> int:
 
 
 def _prefill_backward(grad_o, grad_z, grad_new_kv_state, grad_new_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments):
-    """Returns gradients of q, k, v, log_decay (no elements if the call has none), kv_state and k_sum."""
+    """Returns gradients of q, k, v, of the call's differentiable tensors (no elements for absent ones), kv_state and k_sum."""
     call, (kv_state, k_sum), _ = _parse(arguments, 2)
     _check_prefill(q, k, v, call, kv_state, k_sum)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
     states = eager.States((kv_state, k_sum), (new_kv_state, new_k_sum), (grad_new_kv_state, grad_new_k_sum))
     operator_checks.check_states(q, states, call.log_decay)
     with without_autocast(q):
-        grads, grad_decay, of_state = eager.backward_from_state(grad_o, grad_z, q, k, v, o, z, call, states)
-    return *grads, q.new_empty(0) if grad_decay is None else grad_decay, *of_state
+        grads, of_tensors, of_state = eager.backward_from_state(grad_o, grad_z, q, k, v, o, z, call, states)
+    return *grads, *_with_empty(of_tensors, q), *of_state
+
+
+def _with_empty(of_tensors: dict[str, Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Returns the gradients of differentiable tensors in the order of the schema, without elements in place of None."""
+    grads = (of_tensors[name] for name in CONTINUED.differentiable)
+    return tuple([like.new_empty(0) if x is None else x for x in grads])
+
+
+def _fake_gradients(call: Call, like: Tensor) -> tuple[Tensor, ...]:
+    """Returns uninitialised gradients, as `_with_empty` returns them."""
+    given = {name: getattr(call, name) for name in CONTINUED.differentiable}
+    contiguous = {"memory_format": torch.contiguous_format}
+    return _with_empty({name: None if x is None else torch.empty_like(x, **contiguous) for name, x in given.items()}, like)
 
 
 def _fake_prefill_backward(
     grad_o, grad_z, grad_new_kv_state, grad_new_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments
 ):
     call, (kv_state, k_sum), _ = _parse(arguments, 2)
-    of_decay, *state = (
-        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (call.log_decay, kv_state, k_sum)
-    )
-    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), *_fake_gradients(call, q), *state
 
 
 def _prefill_backward_flops(
@@ -435,14 +446,13 @@ def _prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *argume
     operator_checks.check_saved(k, saved)
     operator_checks.check_pairs(q, k, call.log_decay, pairs, pairs_of_states)
     with without_autocast(q):
-        grads, grad_decay = eager.backward_of_keys(g, e, q, k, v, call, state_grads, pairs, pairs_of_states)
-    return *grads, q.new_empty(0) if grad_decay is None else grad_decay
+        grads, of_tensors = eager.backward_of_keys(g, e, q, k, v, call, state_grads, pairs, pairs_of_states)
+    return *grads, *_with_empty(of_tensors, q)
 
 
 def _fake_prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments):
-    log_decay = _parse(arguments, 3)[0].log_decay
-    of_decay = q.new_empty(0) if log_decay is None else torch.empty_like(log_decay, memory_format=torch.contiguous_format)
-    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (k, v)), of_decay
+    call, _, _ = _parse(arguments, 3)
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (k, v)), *_fake_gradients(call, q)
 
 
 def _prefill_backward_of_keys_flops(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments, out_val=None) -> int:
@@ -455,7 +465,7 @@ def _prefill_backward_of_keys_flops(g, e, grad_kv_state, grad_k_sum, q, k, v, *a
 _PREFILL_BACKWARD_OF_KEYS_ = register(
     "prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_kv_state, Tensor? grad_new_k_sum, Tensor q, Tensor k, "
     f"Tensor v, {CONTINUED.tensors_schema}, Tensor? pairs, Tensor? pairs_of_states, Tensor(a!) saved, "
-    f"{CONTINUED.options_schema}) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)",
+    f"{CONTINUED.options_schema}) -> ({CONTINUED.gradients_schema.removeprefix('Tensor grad_q, ')})",
     _prefill_backward_of_keys_,
     _fake_prefill_backward_of_keys_,
     kernel_of="q v",

@@ -21,17 +21,19 @@ def decode_step(
     k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes one recurrent step of 4-d, checked arguments; see `fastmax.decoding`.
 
     Args:
         log_decay: (b, hk, 1), in the dtype of the state; decays above 0 count as 0.
+        log_input_gate: (b, hk, 1), in the dtype of the state and in its range, or NaN.
 
     Returns:
         The output, and the new kv_state and k_sum.
     """
-    tensors = (q, k, v, kv_state, k_sum, mask, log_decay)
+    tensors = (q, k, v, kv_state, k_sum, mask, log_decay, log_input_gate)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
     return _DECODE_STEP(*tensors, *score)
@@ -45,6 +47,7 @@ def decode_step_(
     k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     score: Score,
 ) -> Tensor:
     """Computes `decode_step` in place: overwrites kv_state and k_sum, and returns the output.
@@ -54,14 +57,15 @@ def decode_step_(
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
-    return _in_place(_DECODE_STEP_, (q, k, v, kv_state, k_sum, mask, log_decay), (kv_state, k_sum), score)
+    tensors = (q, k, v, kv_state, k_sum, mask, log_decay, log_input_gate)
+    return _in_place(_DECODE_STEP_, tensors, (kv_state, k_sum), score)
 
 
 def buffered_step_(
     q: Tensor,
-    token: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    token: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     sums: tuple[Tensor, Tensor],
-    local: tuple[Tensor, Tensor, Tensor, Tensor],
+    local: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     buffered: Tensor,
     exact_window: int,
     score: Score,
@@ -69,24 +73,28 @@ def buffered_step_(
     """Computes a step in place, on a state with a buffer of tokens; see `fastmax.decoding`. Returns the output.
 
     Args:
-        token: k, v, attention_mask and log_decay of the new token.
+        token: k, v, attention_mask, log_decay and log_input_gate of the new token.
         sums: kv_state and k_sum.
-        local: the `local_` tensors of the state. Arguments are 4-d and checked; decays are in the dtype of the sums.
+        local: the `local_` tensors of the state; with a gate there are local gates. Arguments are 4-d and checked; decays and
+            gates are in the dtype of the sums.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
-    k, v, mask, log_decay = token
-    written = (*sums, *local, buffered)
-    return _in_place(_BUFFERED_STEP_, (q, k, v, *written, mask, log_decay), written, (exact_window, *score))
+    k, v, *accompanying = token
+    *others, gates = local
+    written = (*sums, *others, buffered, gates)
+    return _in_place(_BUFFERED_STEP_, (q, k, v, *written, *accompanying), written, (exact_window, *score))
 
 
-def _in_place(operator: Operator, tensors: tuple[Tensor | None, ...], written: tuple[Tensor, ...], options: tuple) -> Tensor:
+def _in_place(
+    operator: Operator, tensors: tuple[Tensor | None, ...], written: tuple[Tensor | None, ...], options: tuple
+) -> Tensor:
     """Calls an operator that overwrites the tensors `written`; returns the output."""
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return operator(*tensors, *options)
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version([x for x in written if x is not None])
     with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers; the lines above do their work
         return operator(*tensors, *options)
 
@@ -100,13 +108,13 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
         )
 
 
-_TOKEN = "Tensor? attention_mask, Tensor? log_decay"
+_TOKEN = "Tensor? attention_mask, Tensor? log_decay, Tensor? log_input_gate"
 _MAX_PLACES = 16384  # for tokens in a buffer
 
 
-def _decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score):
+def _decode_step(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score):
     with without_autocast(q):
-        return eager.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, Score(*score))
+        return eager.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, gate, Score(*score))
 
 
 def _fake_decode_step(q, k, v, kv_state, k_sum, *arguments):
@@ -128,9 +136,9 @@ _DECODE_STEP = register(
 )
 
 
-def _decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, *score):
+def _decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score):
     with without_autocast(q):
-        return eager.decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, Score(*score))
+        return eager.decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, gate, Score(*score))
 
 
 def _fake_step_(q, k, v, *arguments):
@@ -158,14 +166,19 @@ def _buffered_step_(
     local_mask,
     local_decays,
     buffered,
+    local_gates,
     mask,
     log_decay,
+    log_input_gate,
     exact_window,
     *score,
 ):
-    local = local_keys, local_values, local_mask, local_decays
+    if log_input_gate is not None and local_gates is None:
+        raise ValueError("log_input_gate needs local_gates, got None")
+    state = kv_state, k_sum, local_keys, local_values, local_mask, local_decays, buffered, local_gates
+    token = mask, log_decay, log_input_gate
     with without_autocast(q):
-        return eager.buffered_step_(q, k, v, kv_state, k_sum, *local, buffered, mask, log_decay, exact_window, Score(*score))
+        return eager.buffered_step_(q, k, v, *state, *token, exact_window, Score(*score))
 
 
 def _covers_buffered_step_(q, k, v, kv_state, k_sum, local_keys, *arguments) -> bool:
@@ -180,7 +193,7 @@ def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_v
 
 _BUFFERED_STEP_ = register(
     "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, Tensor(c!) local_keys, "
-    "Tensor(d!) local_values, Tensor(e!) local_mask, Tensor(f!) local_decays, Tensor(g!) buffered, "
+    "Tensor(d!) local_values, Tensor(e!) local_mask, Tensor(f!) local_decays, Tensor(g!) buffered, Tensor(h!)? local_gates, "
     f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
     _buffered_step_,
     _fake_step_,
@@ -188,4 +201,4 @@ _BUFFERED_STEP_ = register(
     covers=_covers_buffered_step_,
     flops=_buffered_step_flops,
 )
-refuse_gradient(_BUFFERED_STEP_, refuse_to_record, written=slice(3, 10))
+refuse_gradient(_BUFFERED_STEP_, refuse_to_record, written=slice(3, 11))

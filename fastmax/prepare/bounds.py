@@ -1,4 +1,5 @@
-"""Converts `log_decay` and `cu_seqlens` to the operators' form: finite decays, and the range of keys each query may see.
+"""Converts `log_decay`, `cu_seqlens` and `log_input_gate` to the operators' form: finite decays, the range of keys each query
+may see, and clamped gates.
 
 The beginning of a sequence and a decay of -inf have the same effect: no query from there on sees an earlier key.
 """
@@ -13,9 +14,16 @@ from fastmax.core.call import Call
 
 
 def with_bounds(
-    call: Call, q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None, continues: bool = False
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    continues: bool = False,
+    log_input_gate: Tensor | None = None,
 ) -> Call:
-    """Returns the call with its fields `log_decay`, `k_start` and `k_end` set. No value is copied to the host.
+    """Returns the call with its fields `log_decay`, `k_start`, `k_end` and `log_input_gate` set. No value is copied to the
+    host.
 
     Args:
         call: a call without these fields.
@@ -25,7 +33,11 @@ def with_bounds(
         cu_seqlens: int32 (s + 1,); checked.
         continues: whether a state holds keys before the first one here. A query with no reset at or before it then has
             `k_start` -1, so that it sees the state.
+        log_input_gate: in the shape of log_decay; checked.
     """
+    if log_input_gate is not None:
+        gate = log_input_gate.view(k.shape[:3])
+        call = call._replace(log_input_gate=eager.clamped_gate(gate, eager.compute_dtype(q.dtype)))
     if log_decay is None and cu_seqlens is None:
         return call
     (b, hk, m), n = k.shape[:3], q.shape[2]
