@@ -301,13 +301,13 @@ def gradcheck_of_part(log_weight, keys) -> None:
     bias = torch.randn(1, 2, 9, dtype=torch.float64, requires_grad=True)
 
     def means(*tensors):
-        near = memories.part(*tensors, 0.7, memories.exact, memories.near, 3)
+        near = memories.part(*tensors, 0.7, memories.exact, memories.near_blocks, 3)
         return memories.merged(near, memories.part(*tensors, 0.7, log_weight, keys, 3))
 
     # The constant of the bias has no gradient, so differences are taken of a function of full gradient
     def whole(q, k, v, bias):
         parts = []
-        for of, those in ((memories.exact, memories.near), (log_weight, keys)):
+        for of, those in ((memories.exact, memories.near_blocks), (log_weight, keys)):
             i = torch.arange(9).view(1, 1, 9, 1)
             s = of(0.7 * q @ k.mT, *4 * (i,)) + bias.unsqueeze(-2)
             parts.append(s.masked_fill(~those(3, i, i, i, i.mT), -math.inf))
@@ -325,7 +325,7 @@ def test_gradients_of_parts(log_weight):
     gradcheck_of_part(log_weight, memories.far)
 
 
-@pytest.mark.parametrize("keys", [memories.causal, memories.near, memories.far, memories.near_blocks, memories.far_blocks])
+@pytest.mark.parametrize("keys", [memories.causal, memories.far, memories.near_blocks, memories.far_blocks])
 @pytest.mark.parametrize("w", [1, 100, 128, 300])
 def test_mask_of_blocks(keys, w):
     n, zero = 512, torch.zeros((), dtype=torch.int64)
@@ -356,7 +356,7 @@ def test_flex_is_dense(device, width):
     least = torch.randn(2, 2, n // memories.BLOCK, device=device)
     chosen = torch.randint(2, (2, 2, n, n // memories.BLOCK), device=device, dtype=torch.int8)
     kinds = [
-        (memories.exact, memories.near, ()),
+        (memories.exact, memories.near_blocks, ()),
         (memories.polynomial, memories.far, ()),
         (memories.kept_or_polynomial, memories.far, (rank, least)),
         (memories.chosen_exact, memories.far_blocks, (chosen,)),

@@ -88,10 +88,6 @@ def causal(w: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
-def near(w: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return (i >= j) & (i - j < w)
-
-
 def far(w: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i - j >= w
 
