@@ -285,6 +285,15 @@ def test_no_tokens(device):
                 assert result["o"].shape == (1, 2, n, 2) and not result["grad log_input_gate"].any()
 
 
+@by_gradient
+@by_algorithm
+def test_a_window_of_all_keys_has_gradient_zero(algorithm, custom, device):
+    inputs, (grad_o, _) = make(SMALL, device=device)
+    attention = partial(fastmax_attention, causal=True, algorithm=algorithm, use_custom_gradient=custom, exact_window=SMALL.m)
+    result = run(attention, inputs, grad_o)
+    assert not result["grad log_input_gate"].any() and result["grad k"].any()
+
+
 # ---- the range
 
 
