@@ -48,6 +48,7 @@ def hbm_traffic(
     window: int | tuple[int, int] | None = None,
     exact_window: int = 0,
     state: bool = False,
+    log_input_gate: bool = False,
 ) -> Traffic:
     """Returns the bytes that the forward of one (batch, head) reads from and writes to device memory.
 
@@ -81,6 +82,9 @@ def hbm_traffic(
       them, (chunks - 1) C or, for p = 1, T: (t d) e more read, and as much more written.
     - `log_decay` or `cu_seqlens`: the first key that each query sees, an int32: 4 T more read. If not causal, also the end of
       its keys: 8 T. With a `block_size` only keys count that some query of a block sees.
+    - `log_input_gate`: a float32 for each key, as often as the key is read: 4 T more read ("linear" with p = 2 and causal:
+      4 (T + (chunks - 1) C)). With an exact window, for the keys that the algorithm itself reads. No CUDA kernel reads gates
+      yet: calls with them run in PyTorch operations, which move more.
     - `window`: keys outside are skipped. This changes the count only with a `block_size`; with a cache each key is read once
       anyway.
     - `exact_window` of W: "flash" with this window. Then the algorithm itself, causal, for T - W queries and keys, those at
@@ -109,6 +113,7 @@ def hbm_traffic(
             for "linear" without `causal`.
         window: as in `flash_attention`; for "flash".
         exact_window: as in `fastmax_attention`; for "quadratic" and "linear", without `block_size`.
+        log_input_gate: whether there are gates. As `log_decay`.
         state: whether the tokens continue from a `DecodeState` and a new one is returned; for "linear", causal.
 
     Returns:
@@ -135,11 +140,12 @@ def hbm_traffic(
             )
     validation.check_degree(p)
     validation.check_bool("log_decay", log_decay)
+    validation.check_bool("log_input_gate", log_input_gate)
     validation.check_bool("state", state)
     validation.check_exact_window(exact_window)
     left, right = validation.check_window(window)
     bounds = None if cu_seqlens is None else _checked_bounds(cu_seqlens, seqlen)
-    _check_options(algorithm, causal, block_size, log_decay, bounds, window, exact_window, state)
+    _check_options(algorithm, causal, block_size, log_decay, log_input_gate, bounds, window, exact_window, state)
     if algorithm == "standard":
         tensor = seqlen * head_dim * dtype.itemsize
         matrix = seqlen * seqlen * dtype.itemsize
@@ -150,6 +156,7 @@ def hbm_traffic(
         queries = seqlen - exact_window  # those with global keys
         if queries > 0:
             options["cu_seqlens"] = None if cu_seqlens is None else (0, queries)  # one number per query, whatever its value
+            options["log_input_gate"] = log_input_gate
             parts += [hbm_traffic(queries, head_dim, dtype, algorithm, causal=True, p=p, **options)] * (1 if causal else 2)
             parts += [Traffic(16 * exact_window, 8 * exact_window)] if log_decay else []
             output = queries * (head_dim * dtype.itemsize + _FLOAT)
@@ -157,10 +164,11 @@ def hbm_traffic(
         return sum(parts[1:], parts[0])
     along = _along(seqlen, causal, log_decay, bounds is not None)
     if algorithm == "linear":
-        return along + _linear(seqlen, head_dim, dtype, causal, p, log_decay, state)
+        return along + _linear(seqlen, head_dim, dtype, causal, p, log_decay, state, log_input_gate)
     tensor = seqlen * head_dim * dtype.itemsize
     keys = _keys_of_blocks(seqlen, block_size or seqlen, causal, left, right, bounds)
-    return along + Traffic(tensor + 2 * keys * head_dim * dtype.itemsize, tensor + _FLOAT * seqlen)
+    gates = _FLOAT * keys if log_input_gate else 0
+    return along + Traffic(tensor + 2 * keys * head_dim * dtype.itemsize + gates, tensor + _FLOAT * seqlen)
 
 
 def _checked_bounds(cu_seqlens: Sequence[int], seqlen: int) -> list[int]:
@@ -179,6 +187,7 @@ def _check_options(
     causal: bool,
     block_size: int | None,
     log_decay: bool,
+    log_input_gate: bool,
     bounds: list[int] | None,
     window: int | tuple[int, int] | None,
     exact_window: int,
@@ -187,6 +196,7 @@ def _check_options(
     """Checks that the options can be combined."""
     given = {
         "log_decay": (log_decay, ("flash", "quadratic", "linear")),
+        "log_input_gate": (log_input_gate, ("flash", "quadratic", "linear")),
         "cu_seqlens": (bounds is not None, ("flash", "quadratic", "linear")),
         "window": (window is not None, ("flash",)),
         "exact_window": (exact_window > 0, ("quadratic", "linear")),
@@ -195,8 +205,9 @@ def _check_options(
     for name, (is_given, of) in given.items():
         if is_given and algorithm not in of:
             raise ValueError(f'{name} is for {", ".join(map(repr, of))}, got algorithm="{algorithm}"')
-    if not causal and (log_decay or state):
-        raise ValueError(f"{'log_decay' if log_decay else 'state'} needs causal=True")
+    for name, is_given in (("log_decay", log_decay), ("log_input_gate", log_input_gate), ("state", state)):
+        if is_given and not causal:
+            raise ValueError(f"{name} needs causal=True")
     if not causal and bounds is not None and algorithm == "linear" and exact_window == 0:
         raise ValueError('cu_seqlens without causal runs on algorithm="quadratic", got "linear"')
     if exact_window > 0 and (block_size is not None or state):
@@ -224,7 +235,14 @@ def _keys_of_blocks(seqlen: int, rows: int, causal: bool, left: int, right: int,
 
 
 def _linear(
-    seqlen: int, head_dim: int, dtype: torch.dtype, causal: bool, p: int, log_decay: bool = False, state: bool = False
+    seqlen: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    p: int,
+    log_decay: bool = False,
+    state: bool = False,
+    log_input_gate: bool = False,
 ) -> Traffic:
     if p == 1 and head_dim > _WIDEST_IN_REGISTERS:
         raise ValueError(f"head_dim must be at most {_WIDEST_IN_REGISTERS} for p = 1, got {head_dim}")
@@ -247,8 +265,9 @@ def _linear(
         snapshots = -(-seqlen // _CHUNK_OF_ORDER_1) * (width * width * (_FLOAT + number) + 2 * sums)
     rows = 1 + head_dim + (head_dim * (head_dim + 1) // 2 if p == 2 else 0)
     saved = scaled + snapshots + (rows * (head_dim + 1) * _FLOAT if state else 0)
+    gates = _FLOAT * (seqlen + summed) if log_input_gate else 0
     return Traffic(
-        widened * dtype.itemsize + (numbers + 2 * (seqlen + summed) * head_dim) * element + saved,
+        widened * dtype.itemsize + (numbers + 2 * (seqlen + summed) * head_dim) * element + saved + gates,
         widened * _FLOAT + numbers * dtype.itemsize + _FLOAT * seqlen + saved,
     )
 

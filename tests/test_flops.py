@@ -135,6 +135,17 @@ def test_exact_window_is_two_attentions():
     assert both(fastmax_attention, inputs, **options) == of_pairs(inputs, 2 * near - 2 * 100 + 2 * far)
 
 
+def test_gates_are_no_products():
+    inputs = [torch.randn(1, heads, 40, 8, requires_grad=True) for heads in (4, 2, 2)]
+    gate = torch.randn(1, 2, 40, requires_grad=True)
+    for options in ({"algorithm": "linear"}, {"algorithm": "quadratic"}, {"exact_window": 5}):
+
+        def attend(gate, options=options):
+            return fastmax_attention(*inputs, causal=True, log_input_gate=gate, **options).sum().backward()
+
+        assert count(partial(attend, gate)) == count(partial(attend, None)) > 0
+
+
 def test_rpe_matrix():
     inputs = tensors(5, 7)
     pairs = 2 * 35

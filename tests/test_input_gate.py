@@ -25,11 +25,14 @@ from common import (
     opcheck,
     run,
 )
+from processes import check_messages, messages
+from test_sharding import mesh_of
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastmax import fastmax_attention, flash_attention
+from fastmax import FastmaxSelfAttention, FASTMultiHeadAttention, fastmax_attention, flash_attention
 from fastmax.core.call import Call
 from fastmax.core.score import Score
+from fastmax.distributed import context_parallel, context_parallel_attention, context_parallel_flash_attention
 from fastmax.eager.blocks import Scan
 from fastmax.ops import fused, normalizes_during_attention
 
@@ -283,6 +286,15 @@ def test_no_tokens(device):
             for attention in (with_lse, flash):
                 result = run(partial(attention, use_custom_gradient=custom), inputs, grads)
                 assert result["o"].shape == (1, 2, n, 2) and not result["grad log_input_gate"].any()
+
+
+@by_gradient
+@by_algorithm
+def test_a_window_of_all_keys_has_gradient_zero(algorithm, custom, device):
+    inputs, (grad_o, _) = make(SMALL, device=device)
+    attention = partial(fastmax_attention, causal=True, algorithm=algorithm, use_custom_gradient=custom, exact_window=SMALL.m)
+    result = run(attention, inputs, grad_o)
+    assert not result["grad log_input_gate"].any() and result["grad k"].any()
 
 
 # ---- the range
@@ -573,3 +585,39 @@ def test_errors_of_operators(device):
     ):
         with pytest.raises(error, match="^log_input_gate "):
             call(wrong, causal)
+
+
+# ---- where it is not known, it is refused by name
+
+
+@pytest.mark.parametrize("module", [FASTMultiHeadAttention, FastmaxSelfAttention])
+def test_layers_refuse_it(module):
+    sizes = (16, 2) if module is FastmaxSelfAttention else ()
+    layer, tokens = module(*sizes), [torch.randn(1, 4, 16)] if sizes else [torch.randn(1, 2, 4, 8)] * 3
+    layer(*tokens)
+    with pytest.raises(TypeError, match="log_input_gate"):
+        layer(*tokens, log_input_gate=torch.zeros(1, 2, 4))
+    with pytest.raises(TypeError, match="log_input_gate"):
+        module(*sizes, log_input_gate=torch.zeros(1, 2, 4))
+
+
+def check_refusals(group):
+    q, gate = torch.randn(1, 2, 4, 8), torch.zeros(1, 2, 4)
+    options = {"causal": True, "log_input_gate": gate}
+    found = messages(
+        [
+            partial(function, q, q, q, group=group, **options)
+            for function in (context_parallel_attention, context_parallel_flash_attention)
+        ]
+    )
+    with context_parallel(mesh_of(group)):
+        found += messages([partial(function, q, q, q, **options) for function in (fastmax_attention, flash_attention)])
+        o = fastmax_attention(q, q, q, causal=True, log_input_gate=None)
+    assert o.shape == q.shape
+    return found
+
+
+def test_context_parallelism_refuses_it():
+    own = "context_parallel_{}attention() got an unexpected keyword argument 'log_input_gate'"
+    of_context = "log_input_gate is not supported with context parallelism: ranks do not send it; pass None"
+    check_messages(check_refusals, own.format(""), own.format("flash_"), of_context, of_context)

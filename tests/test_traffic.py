@@ -70,6 +70,23 @@ def test_linear():
     assert hbm_traffic(512, 128, algorithm="linear", p=1) == (393_216 + 786_432, 786_432 + 133_120)
 
 
+def test_gates():
+    # A float32 for each key that is read.
+    causal = {"causal": True, "log_input_gate": True}
+    for algorithm in ("flash", "quadratic"):
+        assert hbm_traffic(512, 128, algorithm=algorithm, **causal) == (393_216 + 2_048, 133_120)
+        with_blocks = hbm_traffic(512, 128, algorithm=algorithm, causal=True, block_size=128)
+        keys = 128 + 256 + 384 + 512
+        assert hbm_traffic(512, 128, algorithm=algorithm, block_size=128, **causal).read == with_blocks.read + 4 * keys
+    for options, keys in (({}, 4096 + 3 * 1024), ({"p": 1}, 4096), ({"state": True}, 2 * 4096)):
+        options = {"algorithm": "linear", "causal": True} | options | BF16
+        plain = hbm_traffic(4096, 128, **options)
+        assert hbm_traffic(4096, 128, log_input_gate=True, **options) == (plain.read + 4 * keys, plain.written)
+    window = {"algorithm": "quadratic", "causal": True, "exact_window": 100}
+    plain = hbm_traffic(512, 128, **window)
+    assert hbm_traffic(512, 128, log_input_gate=True, **window) == (plain.read + 4 * 412, plain.written)
+
+
 def test_decays():
     # T d 2 = 131072 a tensor; sums of decays 8 T written, 16 T read with the decays themselves, twice, and 4 T of first keys.
     for algorithm in ("flash", "quadratic"):
@@ -186,6 +203,8 @@ def test_tile_rows():
         ({"p": 3}, ValueError, "p must be 1 or 2, got 3"),
         ({"log_decay": 1}, TypeError, r"log_decay must be a bool, got 1 \(int\)"),
         ({"log_decay": True}, ValueError, "log_decay needs causal=True"),
+        ({"log_input_gate": 1}, TypeError, r"log_input_gate must be a bool, got 1 \(int\)"),
+        ({"log_input_gate": True}, ValueError, "log_input_gate needs causal=True"),
         (
             {"log_decay": True, "causal": True, "algorithm": "standard"},
             ValueError,

@@ -346,6 +346,6 @@ def test_softmax_layers_that_sdpa_cannot_run():
         hybrid("Gemma2", [FULL, SLIDING], fastmax={"layers": "global"}, attn_logit_softcapping=50.0)(tokens(1, 4))
     layer = gemma().model.layers[0].self_attn
     q = torch.randn(1, 4, 3, 6)
-    for name in ("softcap", "s_aux", "cu_seq_lens_q", "output_attentions"):
+    for name in ("softcap", "s_aux", "cu_seq_lens_q", "output_attentions", "log_input_gate"):
         with pytest.raises(ValueError, match=name):
             integration.fastmax_attention_forward(layer, q, q, q, None, **{name: torch.ones(1)})

@@ -156,7 +156,7 @@ def test_configurations_for_hopper():
         drawn = verify.random_case(index, 0, "cuda")
         case = verify.for_hopper(drawn)
         width = max(case.head_dim, case.value_dim)
-        assert case.mode == "bfloat16" and width <= 128
+        assert case.mode == "bfloat16" and width <= 128 and not case.gate
         assert not case.softmax or case.options == drawn.options
         kinds[case.operator, "decay" if case.decay else "packed" if case.sequences else ""] += 1
         if case.operator[0] == "linear":
@@ -263,6 +263,7 @@ def test_random_configurations_cover_the_operator(kind):
         drawn = [case for case in cases if case.operator[0] == operator]
         assert sum(case.decay for case in drawn) > 40 and sum(case.sequences > 0 for case in drawn) > 15
         assert sum(case.decay and case.sequences > 0 for case in drawn) > 5
+        assert sum(case.gate for case in drawn) > 20 and sum(case.gate and case.decay for case in drawn) > 5
     assert count(lambda case: case.decay and case.options.get("exact_window", 0) > 1 and case.sequences > 1) > 4
     assert count(lambda case: any(abs(case.keys - chunk) == 1 for chunk in (128, 256, 512))) > 50
     if kind == "cuda":
@@ -335,9 +336,16 @@ def test_decays_and_packed_sequences():
     assert padded.dtype == torch.float64 and padded.min() == -5.0
 
 
+def test_gates():
+    gate = verify.random_tensors(verify.Case("", {}, kv_heads=3, keys=900, gate=True, dtype=torch.bfloat16), "cpu")[
+        "log_input_gate"
+    ]
+    assert gate.shape == (2, 3, 900) and gate.dtype == torch.float32 and gate.min() == -20.0 and gate.max() >= 6.0
+
+
 @pytest.mark.parametrize("wrong", ["ignored", "shifted by a token"])
-@pytest.mark.parametrize("option", ["log_decay", "cu_seqlens", "exact_window", "window"])
-def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
+@pytest.mark.parametrize("option", ["log_decay", "log_input_gate", "cu_seqlens", "exact_window", "window"])
+def test_wrong_visibility_decay_or_gate_is_caught(option, wrong, monkeypatch):
     name = "flash_attention" if option == "window" else "fastmax_attention"
     right = getattr(verify, name)
 
@@ -345,10 +353,10 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
         value = arguments[option]
         if wrong == "ignored":
             arguments[option] = {
-                "log_decay": 0.0 * value.clamp(min=-1.0) if option == "log_decay" else None,
+                option: 0.0 * value.clamp(min=-1.0) if option.startswith("log_") else None,
                 "exact_window": 0,
             }.get(option)
-        elif option == "log_decay":
+        elif option.startswith("log_"):
             arguments[option] = value.roll(1, dims=-1)
         elif option == "cu_seqlens":
             arguments[option] = torch.where((value > 0) & (value < value[-1]), value - 1, value)
@@ -359,7 +367,7 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
     options = {"causal": True, **({"scale": 0.2} if option == "window" else {"algorithm": "auto", "p": 2, "temperature": 6.0})}
     options |= {option: 20} if "window" in option else {}
     case = verify.Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
-                       decay=option == "log_decay", softmax=option == "window")  # fmt: skip
+                       decay=option == "log_decay", gate=option == "log_input_gate", softmax=option == "window")  # fmt: skip
     assert verify.check(case, "cpu", 0).wrong == []
     monkeypatch.setattr(verify, name, perturbed)
     assert verify.check(case, "cpu", 0).wrong != []

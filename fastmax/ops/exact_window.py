@@ -113,7 +113,8 @@ def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, att
     o, lse = attend(q, k, v, local_call(call))
     for name in _DIFFERENTIABLE:
         if (x := getattr(call, name)) is not None and not ACCOMPANYING[name].of_local_keys:
-            lse = lse + x.flatten()[:0].sum()  # connects it to the autograd graph even if there are no global keys
+            zero = x.flatten()[:0].sum()  # connects the results to the autograd graph even if there are no global keys
+            o, lse = o + zero, lse + zero
     outputs = [(o, lse)]
     for part in global_keys(q, k, call):
         o, lse = (part.turned(x) for x in attend(*part.operands(q, k, v), part.call))

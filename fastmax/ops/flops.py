@@ -15,8 +15,8 @@ Multiply-adds:
 The quadratic algorithm and softmax consist of pairs. The linear algorithm adds each key of a key/value head to a state, and
 each query of a query head reads a state. Its backward has five such passes: it adds k, reads for grad_q, adds q, and reads for
 grad_k and grad_v. The causal linear algorithm also has the pairs within chunks, which count as CHUNK queries long. It adds a
-token to a state only if the state is read later; a prefill adds all tokens. Sums without a product (denominators, the gradient
-of log_decay) do not count, as those of softmax do not.
+token to a state only if the state is read later; a prefill adds all tokens. Sums without a product (denominators, the gradients
+of log_decay and log_input_gate) do not count, as those of softmax do not, nor do products with factors of keys (decays, gates).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def naive_attention(
     exact_window: int = 0,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
+    log_input_gate: Tensor | None = None,
     hold_denominator: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes Fastmax attention by its definition, in O(n m) time and memory.
@@ -47,14 +48,14 @@ def naive_attention(
     """
     if q.dim() == 3:
         batch = 1 if attention_mask is None else attention_mask.shape[0]
-        q, k, v, drop_noise, log_decay = (
-            None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay)
+        q, k, v, drop_noise, log_decay, log_input_gate = (
+            None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay, log_input_gate)
         )
         out = naive_attention(
             q, k, v, causal=causal, drop_noise=drop_noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
             temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask,
             log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
-            hold_denominator=hold_denominator,
+            log_input_gate=log_input_gate, hold_denominator=hold_denominator,
         )  # fmt: skip
         return (out[0].flatten(0, 1), out[1].flatten(0, 1)) if isinstance(out, tuple) else out.flatten(0, 1)
     if q.shape[2] == 0 or k.shape[2] == 0:
@@ -73,7 +74,7 @@ def naive_attention(
     f = a0 + a1 * s + (a2 * s * s if p == 2 else 0.0)
     visible = visible_pairs(q, k, causal=causal, attention_mask=attention_mask, log_decay=log_decay, cu_seqlens=cu_seqlens)
     local = in_window(q, k, exact_window) if exact_window else None
-    w, shift = weights(s, f, visible, local=local, decay=decay_between(q, log_decay))
+    w, shift = weights(s, f, visible, local=local, factor=log_factor(q, log_decay, log_input_gate, local))
     z = w.sum(-1, keepdim=True)
     o = torch.where(z == 0, 0.0, (w @ v) / torch.where(z == 0, 1.0, z.detach() if hold_denominator else z))
     o = o if drop_noise is None else (1.0 + dropout * drop_noise) * o
@@ -127,6 +128,7 @@ def naive_softmax_attention(
     log_decay: Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax attention by its definition, for 4-d q, k and v.
 
@@ -137,8 +139,9 @@ def naive_softmax_attention(
     visible = visible_pairs(
         q, k, causal=causal, attention_mask=attention_mask, log_decay=log_decay, cu_seqlens=cu_seqlens, window=window
     )
-    if log_decay is not None:
-        s = s + decay_between(q, log_decay)
+    factor = log_factor(q, log_decay, log_input_gate)
+    if factor is not None:
+        s = s + factor
     seen = visible.any(-1, keepdim=True)
     s = torch.where(visible, s, float("-inf"))
     w = torch.where(visible, torch.softmax(torch.where(seen, s, 0.0), dim=-1), 0.0)
@@ -147,30 +150,47 @@ def naive_softmax_attention(
 
 
 def weights(
-    s: Tensor, f: Tensor, visible: Tensor, *, local: Tensor | None = None, decay: Tensor | None = None
+    s: Tensor, f: Tensor, visible: Tensor, *, local: Tensor | None = None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the weights divided by exp(shift), and the shift (b, h, n, 1).
 
-    The weight of a visible pair is f, or exp(s) where `local` is True, times exp(decay). With `local` the shift is the largest
+    The weight of a visible pair is f, or exp(s) where `local` is True, times exp(factor). With `local` the shift is the largest
     log of a weight in the row, a constant to autograd, so that no exponential overflows. Otherwise it is 0.
     """
     if local is None:
         w = torch.where(visible, f, 0.0)
-        return w if decay is None else w * torch.where(visible, decay, 0.0).exp().to(w.dtype), torch.zeros_like(w[..., :1])
+        return w if factor is None else w * torch.where(visible, factor, 0.0).exp().to(w.dtype), torch.zeros_like(w[..., :1])
     logarithm = torch.where(local, s, f.abs().log()).detach()
-    logarithm = logarithm if decay is None else logarithm + decay.detach()
+    logarithm = logarithm if factor is None else logarithm + factor.detach()
     shift = torch.where(visible, logarithm, float("-inf")).amax(-1, keepdim=True)
     shift = torch.where(shift.isfinite(), shift, 0.0)
     # The exponential of a hidden pair could overflow, and infinity times a gradient of 0 is NaN: mask before the exponential.
-    exponent = torch.where(local, s, 0.0) - shift + (0.0 if decay is None else decay)
-    factor = torch.where(visible, exponent, float("-inf")).exp().to(s.dtype)
-    return factor * torch.where(local, 1.0, f), shift
+    exponent = torch.where(local, s, 0.0) - shift + (0.0 if factor is None else factor)
+    exponential = torch.where(visible, exponent, float("-inf")).exp().to(s.dtype)
+    return exponential * torch.where(local, 1.0, f), shift
 
 
 def log_of_sums(z: Tensor, shift: Tensor) -> Tensor:
     """Returns log(z exp(shift)) (b, h, n) for z and shift (b, h, n, 1), and -inf where z is 0. fp32, or fp64 for fp64."""
     z, shift = (x if x.dtype == torch.float64 else x.float() for x in (z, shift))
     return torch.where(z == 0, float("-inf"), shift + torch.where(z == 0, 1.0, z).log()).squeeze(-1)
+
+
+def log_factor(
+    q: Tensor, log_decay: Tensor | None, log_input_gate: Tensor | None, local: Tensor | None = None
+) -> Tensor | None:
+    """Returns the logarithm of what multiplies the weight of each pair, in a shape that broadcasts to (b, h, n, m); None for 0.
+
+    It is `decay_between`, plus the key's gate where `local` (n, m) is not True. Gates outside [-60, 30] count as the nearest
+    end, with gradient 0.
+    """
+    decay = decay_between(q, log_decay)
+    if log_input_gate is None:
+        return decay
+    gate = log_input_gate if log_input_gate.dtype == torch.float64 else log_input_gate.float()
+    gate = gate.clamp(-60.0, 30.0).repeat_interleave(q.shape[1] // gate.shape[1], dim=1).unsqueeze(2)
+    gate = gate if local is None else torch.where(local, 0.0, gate)
+    return gate if decay is None else decay + gate
 
 
 def decay_between(q: Tensor, log_decay: Tensor | None) -> Tensor | None:

@@ -47,6 +47,7 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-8, "float32"
 ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 for dtype in FLOOR}
 # The linear algorithm sums features that cancel (docs/algorithm.md). Terms up to this many times f do not raise the limit.
 CANCELLATION = 16.0
+_NUMBERS_PER_KEY = ("log_decay", "log_input_gate")
 # Matches the calls of attention operators in the output of FASTMAX_DEBUG, and not those that prepare their inputs.
 ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim_qk ", re.MULTILINE)
 # From this error on, the plain formula gives no limit: sums or weights left the range of float16. The limit is then this number
@@ -64,6 +65,7 @@ class Case(NamedTuple):
         noise: passes a `drop_noise`.
         rpe: passes a random `rpe_matrix`.
         decay: passes a `log_decay`, with fast and slow decays by head, and tokens without decay or with a reset.
+        gate: passes a `log_input_gate`, with ordinary, large and very small factors.
         sequences: number of packed sequences, of which some may be empty; 0: no `cu_seqlens`.
         magnitude: factor of q and k. None: their rows are scaled to lengths below 0.9 instead, so that |q.k| < 1.
         precision: argument of `torch.set_float32_matmul_precision`.
@@ -86,6 +88,7 @@ class Case(NamedTuple):
     noise: bool = False
     rpe: bool = False
     decay: bool = False
+    gate: bool = False
     sequences: int = 0
     magnitude: float | None = 1.0
     precision: str = "highest"
@@ -155,6 +158,14 @@ def cases() -> list[Case]:
             Case(f"one query, {algorithm}", here, queries=1),
             Case(f"decay, {algorithm}", {**here, "return_lse": True}, decay=True),
             Case(f"decay, grouped, fewer queries, {algorithm}", here, queries=70, heads=6, decay=True),
+            Case(f"gates, {algorithm}", {**here, "return_lse": True}, gate=True),
+            Case(
+                f"gates, decay, exact window, {algorithm}",
+                {**here, "exact_window": 50},
+                heads=6,
+                decay=True,
+                gate=True,
+            ),
             Case(f"exact window, {algorithm}", {**here, "exact_window": 50, "return_lse": True}),
             Case(f"exact window, full, {algorithm}", {**here, "exact_window": 50, "causal": False}),
             Case(f"packed sequences, {algorithm}", here, batch=1, sequences=7),
@@ -174,6 +185,7 @@ def cases() -> list[Case]:
         Case("softmax, window", {**softmax, "window": 50}, softmax=True),
         Case("softmax, window of two bounds, full", {"window": (20, 5)}, softmax=True),
         Case("softmax, decay", softmax, decay=True, softmax=True),
+        Case("softmax, gates, window", {**softmax, "window": 50}, gate=True, softmax=True),
         Case("softmax, packed sequences", softmax, batch=1, sequences=7, softmax=True),
     ]
     return table
@@ -195,10 +207,11 @@ def run(
     dtype = dtype or q.dtype
     generator = torch.Generator(q.device).manual_seed(0)
     grad_o = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64, device=q.device).to(q.dtype)
-    variables = [name for name in ("q", "k", "v", "rpe_matrix", "log_decay") if name in tensors]
+    variables = [name for name in ("q", "k", "v", "rpe_matrix", *_NUMBERS_PER_KEY) if name in tensors]
     inputs = {name: x.to(dtype) if x.dtype == q.dtype else x for name, x in tensors.items()}
-    if "log_decay" in tensors:  # never narrower than float32
-        inputs["log_decay"] = tensors["log_decay"].to(torch.promote_types(dtype, torch.float32))
+    for name in _NUMBERS_PER_KEY:  # never narrower than float32
+        if name in tensors:
+            inputs[name] = tensors[name].to(torch.promote_types(dtype, torch.float32))
     inputs |= {name: inputs[name].detach().requires_grad_() for name in variables}
     grad_o = grad_o.to(dtype)
     if poison:
@@ -225,7 +238,8 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     """Returns the errors of the outputs and of the gradient of each floating-point input.
 
     Args:
-        tensors: q, k, v (4-d), and optionally `rpe_matrix`, `drop_noise`, `attention_mask`, `log_decay` and `cu_seqlens`.
+        tensors: q, k, v (4-d), and optionally `rpe_matrix`, `drop_noise`, `attention_mask`, `log_decay`, `log_input_gate` and
+            `cu_seqlens`.
         options: the other arguments of `fastmax_attention` (or `flash_attention`), without `use_custom_gradient`.
         rounding: the smallest limit (see ROUNDING). It also determines the limit where the plain formula failed.
         softmax: whether to check `flash_attention`.
@@ -280,7 +294,7 @@ def lost_to_rounded_outputs(tensors: dict[str, Tensor], options: dict, softmax: 
     if dtype not in (torch.float16, torch.bfloat16) or not o.numel():
         return {}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
-    leaves = {name: wide[name].requires_grad_() for name in ("q", "k", "rpe_matrix", "log_decay") if name in wide}
+    leaves = {name: wide[name].requires_grad_() for name in ("q", "k", "rpe_matrix", *_NUMBERS_PER_KEY) if name in wide}
     by_definition = naive_softmax_attention if softmax else naive_attention
     lse = by_definition(**wide, **(options if softmax else {**options, "return_lse": True}))[1]
     signs = torch.randint(2, lse.shape, generator=torch.Generator().manual_seed(0)).to(lse) * 2 - 1
@@ -376,7 +390,18 @@ def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dic
         cuts = torch.nn.functional.pad(cuts, (1, 1))
         cuts[-1] = case.keys
         tensors["cu_seqlens"] = cuts.int()
+    if case.gate:
+        tensors["log_input_gate"] = _random_gate(case, generator)
     return tensors
+
+
+def _random_gate(case: Case, generator: torch.Generator) -> Tensor:
+    """Returns gates (batch, kv heads, keys) of which most are within a factor of a hundred. Some are larger or very small."""
+    shape, device = (case.batch, case.kv_heads, case.keys), generator.device
+    gate = 2.0 * torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+    kind = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+    gate = torch.where(kind < 0.05, -20.0, torch.where(kind > 0.98, 6.0, gate))
+    return gate.to(torch.promote_types(case.dtype, torch.float32))
 
 
 def _random_decay(case: Case, generator: torch.Generator) -> Tensor:
@@ -520,10 +545,11 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
             options["exact_window"] = window()
         if chance(0.3):
             options["return_lse"] = True
+    gate = causal and chance(0.25)
     return Case(
         f"random {index}", options, batch=b, heads=h, kv_heads=hk, queries=n, keys=m, head_dim=d, value_dim=dv, dtype=dtype,
-        layout=layout, padding=padding, noise=noise, decay=decay, sequences=sequences, magnitude=magnitude, precision=precision,
-        softmax=softmax, positive=positive,
+        layout=layout, padding=padding, noise=noise, decay=decay, gate=gate, sequences=sequences, magnitude=magnitude,
+        precision=precision, softmax=softmax, positive=positive,
     )  # fmt: skip
 
 
@@ -533,7 +559,7 @@ def for_hopper(case: Case) -> Case | None:
     The algorithm stays the one that the scores were drawn for: with large scores the features of the linear algorithm cancel.
     """
     options, width = case.options, max(case.head_dim, case.value_dim)
-    if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
+    if case.rpe or case.gate or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
         return None
     if not case.softmax:
         of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
@@ -785,7 +811,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows = measure(random_tensors(case, args.device, args.seed), case.options, softmax=case.softmax)
         passed = all(row.passed for row in rows)
         failed += not passed
-        shown = [row for row in rows if row.tensor not in ("lse", "rpe_matrix", "log_decay")]
+        shown = [row for row in rows if row.tensor not in ("lse", "rpe_matrix", *_NUMBERS_PER_KEY)]
         numbers = " ".join("".join(f"{getattr(row, which):>9.1e}" for row in shown) for which in ("custom", "autograd"))
         share = max(max(row.custom, row.autograd) / row.allowed for row in rows)
         print(f"{case.name:<38}{numbers} {share:>11.0%}{'' if passed else '  FAILED'}", flush=True)

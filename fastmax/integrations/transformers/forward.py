@@ -30,6 +30,7 @@ _OTHER_FUNCTIONS = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
     "cache": "a paged cache",
+    "log_input_gate": "input gates",
 }
 _IN_MASK = {"sliding_window"}  # softmax attention has these in its mask
 
