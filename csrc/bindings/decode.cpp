@@ -25,7 +25,7 @@ TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.
 
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                 const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, int64_t order) {
-  check_inputs({q, k, v, attention_mask, log_decay, kNotGiven, kNotGiven}, scale, /*causal=*/true);
+  check_inputs({q, k, v, attention_mask, log_decay, kNotGiven, kNotGiven, kNotGiven}, scale, /*causal=*/true);
   FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
   check_state(q, k, v, kv_state, k_sum, order);

@@ -36,9 +36,9 @@ void launch_finite_decay(const FiniteDecayParams& p, void* workspace, cudaStream
 // call continues from a state (kAtFirstKeysAndFirstToken): a k_start of 0 hides the state, and one of -1 does not.
 enum class Resets { kNone, kAtFirstKeys, kAtFirstKeysAndFirstToken };
 
-// Applies NaN decays after all other kernels of the forward. In the sums they count as 0, because otherwise all later rows
-// would be NaN. This sets rows of o and z to NaN if they see a key before a NaN decay, and the final state if one of its keys
-// is before one.
+// Applies NaN decays and gates after all other kernels of the forward. In the sums they count as 0, because otherwise all later rows
+// would be NaN. This sets rows of o and z to NaN if they see a key before a NaN decay, or with a NaN gate, and the final state if it has
+// such a key.
 void launch_nan_rows(const FwdParams& p, cudaStream_t stream);
 
 // Fills p.decay_sums and p.key_sums, which are in `workspace`: decay_sum_bytes, 256-byte aligned. Without log_decay all decays are 0;
