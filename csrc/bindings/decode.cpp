@@ -24,7 +24,8 @@ namespace {
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
-                const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale, int64_t order) {
+                const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale,
+                int64_t order) {
   check_inputs({q, k, v, attention_mask, log_decay, log_input_gate, kNotGiven, kNotGiven}, scale, /*causal=*/true);
   FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
@@ -45,7 +46,8 @@ Tensor empty_output(const Tensor& q, const Tensor& v) {
 
 DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                        const Tensor& new_kv_state, const Tensor& new_k_sum, const OptionalTensor& attention_mask,
-                       const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const Tensor& o, double scale, double a0, double a1, double a2, int64_t order) {
+                       const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const Tensor& o, double scale, double a0,
+                       double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
   const bool has_mask = attention_mask.has_value(), has_decay = log_decay.has_value(), has_gate = log_input_gate.has_value();
   DecodeParams p{};
@@ -77,7 +79,8 @@ void print_kernel(const char* name, const DecodeParams& p) {
 // Writes the new state to new_kv_state and new_k_sum, which may be kv_state and k_sum themselves. Returns o.
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                const Tensor& new_kv_state, const Tensor& new_k_sum, const OptionalTensor& attention_mask,
-               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2, int64_t order) {
+               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2,
+               int64_t order) {
   const Tensor o = empty_output(q, v);
   const DecodeParams p =
       params_of(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, log_input_gate, o, scale, a0, a1, a2, order);
@@ -88,19 +91,22 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state_in,
                                                const Tensor& k_sum_in, const OptionalTensor& attention_mask,
-                                               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2,
+                                               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale,
+                                               double a0, double a1, double a2,
                                                int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state_in, k_sum_in, attention_mask, log_decay, log_input_gate, scale, order);
   check_covered(q, v);
   const Tensor kv_state = dense(kv_state_in), k_sum = dense(k_sum_in);
   const Tensor new_kv_state = torch::stable::empty_like(kv_state), new_k_sum = torch::stable::empty_like(k_sum);
-  const Tensor o = advance(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, log_input_gate, scale, a0, a1, a2, order);
+  const Tensor o = advance(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, log_input_gate, scale, a0, a1, a2,
+                           order);
   return {o, new_kv_state, new_k_sum};
 }
 
 Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
-                            const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale, double a0,
+                            const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                            double scale, double a0,
                             double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, order);
@@ -150,7 +156,8 @@ void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, con
 
 Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                               const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
-                              const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                              const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
+                              const OptionalTensor& log_input_gate,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, order);

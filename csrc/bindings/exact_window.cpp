@@ -249,7 +249,8 @@ InputGradients backward_by_parts(const AttentionInputs& x, const Options& option
 }
 
 std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask,
-                                                const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start,
+                                                const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                                                const OptionalTensor& k_start,
                                                 const OptionalTensor& k_end, double scale, double a0, double a1, double a2,
                                                 int64_t order, bool causal, const std::string& algorithm, int64_t exact_window,
                                                 bool allow_tf32) {
@@ -264,7 +265,8 @@ std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k
 template <bool kOfDecay>
 GradientResults<kOfDecay> exact_window_backward(
     const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
-    const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start,
+    const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+    const OptionalTensor& k_start,
     const OptionalTensor& k_end, double scale, double a0, double a1, double a2, int64_t order, bool causal, const std::string& algorithm,
     int64_t exact_window, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));

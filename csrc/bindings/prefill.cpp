@@ -48,7 +48,8 @@ CarriedState carried(const Tensor& kv_state, const Tensor& k_sum, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                                   const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                                                   const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
+                                                   const OptionalTensor& log_input_gate,
                                                    const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in,
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
@@ -144,7 +145,8 @@ std::pair<Tensor, Tensor> zero_state(const Tensor& k, const Tensor& v, int64_t o
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                 const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start, double scale, double a0,
+                                                 const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                                                 const OptionalTensor& k_start, double scale, double a0,
                                                  double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   const int device = cuda_device_of("k", k_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -197,7 +199,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backw
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_kv_state_in,
     const OptionalTensor& grad_new_k_sum_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& new_kv_state_in, const OptionalTensor& new_k_sum_in, const OptionalTensor& attention_mask,
-    const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in, double scale,
+    const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start, const Tensor& kv_state_in,
+    const Tensor& k_sum_in, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -306,7 +309,8 @@ std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const Opti
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
-                                                    const Tensor& v_in, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start,
+                                                    const Tensor& v_in, const OptionalTensor& log_decay,
+                                                    const OptionalTensor& log_input_gate, const OptionalTensor& k_start,
                                                     double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32,
                                                     bool keep) {
   const int device = cuda_device_of("q", q_in);
@@ -354,7 +358,8 @@ void check_given_state(const char* kv_state_name, const char* k_sum_name, const 
 }
 
 std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                        const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start, const OptionalTensor& kv_state_in,
+                                        const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                                        const OptionalTensor& k_start, const OptionalTensor& kv_state_in,
                                         const OptionalTensor& k_sum_in, const Tensor& saved, double scale, double a0, double a1, double a2,
                                         int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
@@ -383,7 +388,8 @@ std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in,
 
 std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                       const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start,
+                                                       const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                                                       const OptionalTensor& k_start,
                                                        const OptionalTensor& kv_state_in, const OptionalTensor& k_sum_in, double scale,
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
@@ -413,7 +419,8 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill_backward_of_keys(
     const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_kv_state_in, const OptionalTensor& grad_new_k_sum_in,
-    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
+    const OptionalTensor& log_input_gate,
     const OptionalTensor& k_start, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
