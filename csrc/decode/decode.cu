@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
 
   load_token(p, batch, kv_head, first_head, kQueries + heads, token);
   const bool joins = updates && joins_state(p, batch);
-  const float factor = updates ? factor_of_state(p, batch, kv_head) : 1.f, own_weight = weight_of_token(p, batch, kv_head);
+  const float factor = updates ? factor_of_state(p, batch, kv_head) : 1.f, own_weight = expf(gate_of_token(p, batch, kv_head));
   const bool decays = factor != 1.f;
   __syncthreads();
 
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_k_sum_kernel(const D
   __shared__ float token[kKey + 1][kMaxDecodeHeadDim];
   const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
   const bool joins = joins_state(p, batch);
-  const float factor = factor_of_state(p, batch, kv_head), own_weight = weight_of_token(p, batch, kv_head);
+  const float factor = factor_of_state(p, batch, kv_head), own_weight = expf(gate_of_token(p, batch, kv_head));
   const bool decays = factor != 1.f;
   if (!joins && !decays) return;
   load_token(p, batch, kv_head, 0, kKey + 1, token);

@@ -59,11 +59,11 @@ __device__ __forceinline__ float decay_of_token(const DecodeParams& p, int batch
   return decay > 0.f ? 0.f : decay;
 }
 
-// The factor of the token's features in the state.
-__device__ __forceinline__ float weight_of_token(const DecodeParams& p, int batch, int kv_head) {
-  if (p.log_input_gate == nullptr) return 1.f;
+// log_input_gate of the token, in its range; NaN stays NaN. Its exp is the factor of the token's features in the state.
+__device__ __forceinline__ float gate_of_token(const DecodeParams& p, int batch, int kv_head) {
+  if (p.log_input_gate == nullptr) return 0.f;
   const float gate = p.log_input_gate[batch * p.gate_batch_stride + kv_head * p.gate_head_stride];
-  return isnan(gate) ? gate : expf(fminf(fmaxf(gate, -60.f), 30.f));
+  return isnan(gate) ? gate : fminf(fmaxf(gate, -60.f), 30.f);
 }
 
 __device__ __forceinline__ void store(void* x, MathMode dtype, int64_t i, float value) {
