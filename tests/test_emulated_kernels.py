@@ -499,13 +499,13 @@ def nan_like(x):
     return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
 
 
-def wrong(actual, exact, of_decay=5e-3):
+def wrong(actual, exact, of_decay=5e-3, of_others=5e-3):
     """Returns the results that differ, with their errors. Rounding to 16 bits costs 0.2%, products of rounded weights a little
-    more. `of_decay` is the limit for the gradient of log_decay."""
+    more. `of_decay` is the limit for the gradients of log_decay and of gates."""
     limits = {"z": 1e-5, "grad_log_decay": of_decay, "grad_log_input_gate": of_decay}
     errors = {name: relative(x, exact[name]) for name, x in actual.items()}
     # Written so that a NaN is wrong.
-    return {name: error for name, error in errors.items() if not error < limits.get(name, 5e-3)}
+    return {name: error for name, error in errors.items() if not error < limits.get(name, of_others)}
 
 
 # ---- against float64
@@ -533,7 +533,8 @@ def test_input_gates_against_the_definition(library, case):
     first = None
     for schedule in ADVERSARY_AND_RANDOM[GATED.index(case) % 2][-case.schedules :]:
         results = call.run(library, schedule)
-        assert wrong(results, call.exact, 1.5e-2) == {}, f"schedule {schedule}"
+        # Where few keys have nearly all of the weight, gradients of q and k are small differences.
+        assert wrong(results, call.exact, 1.5e-2, 8e-3) == {}, f"schedule {schedule}"
         first = results if first is None else first
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
 

@@ -187,9 +187,10 @@ __global__ void __launch_bounds__(kThreads) gated_sums_kernel(const AttentionPar
   if (index >= count) return;
   const int key = static_cast<int>(index % p.m), head = static_cast<int>(index / p.m);
   const Stride& s = p.log_input_gate_stride;
-  const float gate = p.log_input_gate[head / p.hk * s.batch + head % p.hk * s.head + key * s.token] * 1.4426950408889634f;
+  const float gate = p.log_input_gate[head / p.hk * s.batch + head % p.hk * s.head + key * s.token];
   const float2 sum = p.decay_sums[int64_t{head} * p.decay_tokens() + key];
-  const float2 whole = exact_sum(sum.x, isnan(gate) ? 0.f : -fminf(fmaxf(gate, kSmallestGate), kLargestGate));
+  const float in_log2 = fminf(fmaxf(gate, kLeastGate), kMostGate) * 1.4426950408889634f;
+  const float2 whole = exact_sum(sum.x, isnan(gate) ? 0.f : -in_log2);
   key_sums[index] = make_float2(whole.x, whole.y + sum.y);
 }
 
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(kThreads) gate_gradient_kernel(const BwdParams
   const int key = static_cast<int>(index % p.m), head = static_cast<int>(index / p.m);
   const Stride& s = p.log_input_gate_stride;
   const float gate = p.log_input_gate[head / p.hk * s.batch + head % p.hk * s.head + key * s.token];
-  p.grad_log_input_gate[index] = gate < -60.f || gate > 30.f ? 0.f : by_key[index] + (p.adds ? p.grad_log_input_gate[index] : 0.f);
+  p.grad_log_input_gate[index] = gate < kLeastGate || gate > kMostGate ? 0.f : by_key[index] + (p.adds ? p.grad_log_input_gate[index] : 0.f);
 }
 
 unsigned blocks_of_keys(const Problem& p) { return grid_1d((int64_t{p.b} * p.hk * p.m + kThreads - 1) / kThreads); }

@@ -14,8 +14,8 @@ namespace fastmax {
 // Stands for a decay of -inf, a reset. 2^kReset is 0 in fp32, and a million resets still leave differences exact.
 inline constexpr float kReset = -2900.f;
 
-// The largest and the smallest input gate, in units of log 2: log_input_gate of 30 and -60.
-inline constexpr float kLargestGate = 43.281f, kSmallestGate = -86.562f;
+// The range of log_input_gate, and a bound on it in units of log 2.
+inline constexpr float kLeastGate = -60.f, kMostGate = 30.f, kLargestGate = 43.3f;
 
 // Splits log_decay, in which -inf resets everything before its token. Results: finite decays, 0 at a reset, and for the query
 // at each token a lower bound on its keys. Decays above 0 become 0; NaN stays NaN.

@@ -751,11 +751,11 @@ struct QuadraticBwdSm90Workspace {
     kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
     tables = kept + kept_words_bytes(p);
     decay_sums = align(tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
-    pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
-    decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
-    key_factors = align(decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)));
-    decayed_row_scores = align(key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, kDecayQueries)));
-    bytes = decayed_row_scores + (p.log_decay == nullptr ? 0 : decayed_row_score_bytes(p));
+    pair_sums = align(decay_sums + (!p.has_decay() ? 0 : decay_sum_bytes(p)));
+    decay_gradient = align(pair_sums + (!p.wants_pair_sums() ? 0 : pair_sum_bytes(p)));
+    key_factors = align(decay_gradient + (!p.wants_pair_sums() ? 0 : decay_gradient_bytes(p)));
+    decayed_row_scores = align(key_factors + (!p.has_decay() ? 0 : key_factor_bytes(p, kDecayQueries)));
+    bytes = decayed_row_scores + (!p.has_decay() ? 0 : decayed_row_score_bytes(p));
   }
 };
 
@@ -779,7 +779,7 @@ struct LaunchQuadraticBwdSm90 {
       fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
       fill_key_factors<Score, QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
       decay_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
-      if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
+      if (p.wants_pair_sums()) sums = pair_sums(p, workspace + at.pair_sums);
     }
     if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, Direction::kBackward, stream);
 
@@ -794,7 +794,7 @@ struct LaunchQuadraticBwdSm90 {
                                      sums, columns[1], stream);
     run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, kept, row_scores, p.n, p.h,
                                       sums, columns[0], stream);
-    if (kHasDecay<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
+    if (kHasDecay<Visibility> && p.wants_pair_sums()) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
   // rows: rows per head on the owner's side.

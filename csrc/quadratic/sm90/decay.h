@@ -1,11 +1,11 @@
-// Decay (decay/decay.h) in the main loops of Hopper. The pair of query i and key j has the factor 2^decay(G_(pos(i) + lag), G_j).
+// Decay (decay/decay.h) in the main loops of Hopper. The pair of query i and key j has the factor 2^decay(G_(pos(i) + lag), K_j).
 //
 // Each tile of columns has a reference token: the last key of a tile of keys, the first query of a tile of queries. A pair's
 // factor is then a factor of the row times a factor of the column (softmax: a sum of exponents). The factors of the columns are
 // computed once for all blocks and are loaded with the tile; a query as a column has its factor in its row score. If all keys
-// of the tile come before all queries that see it, no factor exceeds 1. If the tile as a whole decays by no more than
-// kMostSpan, no factor exceeds 2^kMostSpan. Other partly visible tiles take the difference of G for each pair, which stays
-// accurate for large sums. An exact window has exponents with their rounding errors instead.
+// of the tile come before all queries that see it, no factor of a query exceeds 1, and no factor of a key its gate. If the tile as a
+// whole decays by no more than kMostSpan, none exceeds that by more than 2^kMostSpan. Other partly visible tiles take the difference of
+// sums for each pair, which stays accurate for large sums. An exact window has exponents with their rounding errors instead.
 #pragma once
 
 #include <climits>
@@ -52,8 +52,12 @@ struct DecayTile {
   static constexpr int kBytes = Score::kHasLocalKeys ? kErrors + kFloats : kPowers;
 };
 
-// Return G of a token. Positions outside the sequence get the nearest token's G; their pairs have no weight.
+// Return K of a key, and G of a key's token and of a query. Positions outside the sequence get those of the nearest token; their pairs
+// have no weight.
 __device__ __forceinline__ float2 decay_sum_of_key(const AttentionParams& p, int state, int key) {
+  return ptx::load_global_here(p.key_sums + static_cast<int64_t>(state) * p.key_sum_tokens + max(0, min(key, p.m - 1)));
+}
+__device__ __forceinline__ float2 decay_sum_of_token(const AttentionParams& p, int state, int key) {
   return ptx::load_global_here(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens() + max(0, min(key, p.m - 1)));
 }
 __device__ __forceinline__ float2 decay_sum_of_query(const AttentionParams& p, int state, int query) {
@@ -61,8 +65,10 @@ __device__ __forceinline__ float2 decay_sum_of_query(const AttentionParams& p, i
   return ptx::load_global_here(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens() + position + p.lag);
 }
 
-// Position of the key whose pair with query 0 does not decay; with a lag there is none, and no key has this position.
-__device__ __forceinline__ int offset_of_own_key(const Problem& p) { return p.lag == 0 ? p.causal_offset : INT_MIN / 2; }
+// Position of the key whose pair with query 0 does not count; if all pairs count, no key has this position.
+__device__ __forceinline__ int offset_of_own_key(const AttentionParams& p) {
+  return p.own_pairs_count() ? INT_MIN / 2 : p.causal_offset;
+}
 
 // One thread per column. tiles: per head. kOfKeys: factors of keys, with the tiles of key/value heads; else row scores
 // (b, h, rows_per_head) of queries multiplied by their factors.
@@ -79,9 +85,10 @@ __global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(cons
   uint8_t* tile = result + index * Tile::kBytes;
   auto* columns = reinterpret_cast<typename Tile::Column*>(tile);
   const auto sum_of = [&](int i) {
-    return kOfKeys ? decay_sum_of_key(p, state, begin + i) : decay_sum_of_query(p, state, begin + i);
+    return kOfKeys ? decay_sum_of_token(p, state, begin + i) : decay_sum_of_query(p, state, begin + i);
   };
-  const float2 sum = sum_of(column), first = sum_of(0), last = sum_of(kTile - 1);
+  const float2 first = sum_of(0), last = sum_of(kTile - 1);
+  const float2 sum = kOfKeys ? decay_sum_of_key(p, state, begin + column) : sum_of(column);
   const auto floats = [&](int offset) { return reinterpret_cast<float*>(tile + offset); };
   if constexpr (kOfKeys && Score::kHasLocalKeys) {
     const float2 exponent = exact_decay(last, sum);

@@ -694,9 +694,9 @@ struct QuadraticFwdSm90Workspace {
   size_t decay_sums, tables, key_factors, bytes;
 
   explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
-    tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
+    tables = decay_sums + (!p.has_decay() ? 0 : decay_sum_bytes(p));
     key_factors = (tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
-    bytes = key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
+    bytes = key_factors + (!p.has_decay() ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
   }
 };
 
