@@ -309,7 +309,7 @@ GATED = [
         420,
         420,
         32,
-        decay="none, ordinary or strong",
+        decay="weak",
         gate="small",
         exact_window=128,
         packed=(0, 70, 71, 420),
@@ -335,7 +335,7 @@ GATED = [
     window_in_linear(300, 345, 64, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=40),
     window_in_linear(300, 345, 64, h=2, hk=1, gate="far apart", exact_window=128, padding=True),
     window_in_linear(
-        300, 300, 32, h=1, hk=1, decay="none, ordinary or strong", gate="small", exact_window=3, packed=(0, 170, 300)
+        300, 300, 32, h=1, hk=1, decay="ordinary", gate="small", exact_window=3, packed=(0, 170, 300)
     ),
     window_in_linear(560, 560, 128, h=1, hk=1, decay="weak", gate="ordinary", exact_window=200, schedules=1),
 ]

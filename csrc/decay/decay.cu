@@ -272,20 +272,24 @@ void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStr
   p.key_sums = key_sums, p.key_sum_tokens = p.m;
 }
 
+static bool sums_global_keys(const BwdParams& p) { return p.exact_window > 0 && p.grad_log_input_gate != nullptr; }
+
 size_t pair_sum_bytes(const BwdParams& p) {
-  return (static_cast<size_t>(p.b) * p.h * p.n + static_cast<size_t>(p.b) * p.hk * p.m) * sizeof(float);
+  const size_t of_keys = static_cast<size_t>(p.b) * p.hk * p.m;
+  return (static_cast<size_t>(p.b) * p.h * p.n + of_keys * (sums_global_keys(p) ? 2 : 1)) * sizeof(float);
 }
 
 PairSums pair_sums(const BwdParams& p, void* workspace) {
-  float* by_query = static_cast<float*>(workspace);
-  return {by_query, by_query + static_cast<int64_t>(p.b) * p.h * p.n};
+  float *by_query = static_cast<float*>(workspace), *by_key = by_query + static_cast<int64_t>(p.b) * p.h * p.n;
+  return {by_query, by_key, sums_global_keys(p) ? by_key + int64_t{p.b} * p.hk * p.m : nullptr};
 }
 
 size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes<FlowOf::kCount>(p) + state_pair_bytes(p); }
 
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream) {
   if (p.grad_log_input_gate != nullptr) {
-    launch_kernel("gate_gradient", gate_gradient_kernel, blocks_of_keys(p), kThreads, 0, stream, p, sums.by_key, int64_t{p.b} * p.hk * p.m);
+    const float* by_key = sums.by_global_key != nullptr ? sums.by_global_key : sums.by_key;
+    launch_kernel("gate_gradient", gate_gradient_kernel, blocks_of_keys(p), kThreads, 0, stream, p, by_key, int64_t{p.b} * p.hk * p.m);
   }
   if (p.grad_log_decay == nullptr) return;
   double* totals = static_cast<double*>(workspace);

@@ -54,11 +54,12 @@ void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStr
 struct PairSums {
   float* by_query;  // (b, h, n)
   float* by_key;    // (b, hk, m)
+  float* by_global_key;  // (b, hk, m): of an exact window with gates, over the pairs with global keys; else null
 };
 size_t pair_sum_bytes(const BwdParams& p);
 PairSums pair_sums(const BwdParams& p, void* workspace);
 
-// Computes p.grad_log_input_gate, which is by_key, and p.grad_log_decay, each where it is wanted. For token t it is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts
+// Computes p.grad_log_input_gate, which is by_global_key or by_key, and p.grad_log_decay, each where it is wanted. For token t it is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts
 // at token pos(i) + lag, from t on minus that of by_key. The totals of both are equal, and rounding errors are removed. Reads the states
 // and their gradients. workspace: decay_gradient_bytes.
 size_t decay_gradient_bytes(const BwdParams& p);

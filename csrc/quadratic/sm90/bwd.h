@@ -107,6 +107,9 @@ struct QuadraticBwdRows {
   uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
   float4 row_scores[kOwnsKeys ? 1 : 2];  // of rows that are queries
   float flow[kHasDecay<Visibility> ? 2 : 1];  // this lane's part of the rows' pair sums (decay/decay.h)
+  // Of an exact window the sums over global keys, which `flow` then has not, where rows are keys.
+  static constexpr bool kSumsApart = kDecays && kOwnsKeys && Score::kHasLocalKeys;
+  float global_flow[kSumsApart ? 2 : 1];
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -115,6 +118,8 @@ struct QuadraticBwdRows {
     for (float& sum : dy) sum = 0.f;
 #pragma unroll
     for (float& sum : flow) sum = 0.f;
+#pragma unroll
+    for (float& sum : global_flow) sum = 0.f;
   }
 
   // Loads X and Y as A operands, if they are held in registers.
@@ -187,7 +192,7 @@ struct QuadraticBwdRows {
     for (int half = 0; half < 2; ++half) {
       float factor = 1.f;
       if constexpr (kOwnsKeys) {
-        if constexpr (kDecays) factor = ptx::exp2_approx(decay.of_rows[half]);
+        if constexpr (kDecays) factor = ptx::exp2_approx(decay.of_rows[half]) * decay.gates[half];
       } else {
         float4 row = row_scores[half];
         if constexpr (kDecays) row = Score::decay_row(row, decay.of_rows[half]);
@@ -207,7 +212,11 @@ struct QuadraticBwdRows {
         const float2& row = kOwnsKeys ? queries[e % 2] : rows[e / 2];
         float centred = fmaf(d[i], row.x, row.y);
         if constexpr (kDecays && !kOwnsKeys) centred *= e % 2 == 0 ? keys.x : keys.y;
-        set_pair(i, Score::global_pair(f[e / 2], s[i], centred, row.x));
+        const DecayedPair pair = Score::global_pair(f[e / 2], s[i], centred, row.x);
+        d[i] = pair.ds;
+        if constexpr (kOwnsKeys) s[i] = pair.p;
+        if constexpr (kSumsApart) global_flow[e / 2] += pair.flow;
+        else if constexpr (kDecays) flow[e / 2] += pair.flow;
       }
     }
   }
@@ -248,6 +257,8 @@ struct QuadraticBwdRows {
       if constexpr (kOwnsKeys) load_queries<1>(queries, columns, column);
       else if constexpr (kDecays) keys = load_key_factors(columns, column);
       if constexpr (kDecays && kMasks) errors = load_key_factors(columns + ColumnTile::kErrors, column);
+      [[maybe_unused]] float2 gates = make_float2(1.f, 1.f);
+      if constexpr (kDecays && kSelects && !kOwnsKeys) gates = load_key_factors(columns + ColumnTile::kGates, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e, half = e / 2;
@@ -255,28 +266,26 @@ struct QuadraticBwdRows {
         float exponent = rows[half].x + (kOwnsKeys ? queries[e % 2].x : e % 2 == 0 ? keys.x : keys.y);
         if constexpr (kDecays && kMasks) exponent += rows[half].y + (e % 2 == 0 ? errors.x : errors.y);
         DecayedPair pair;
+        bool is_local = true;
         if constexpr (kSelects) {
-          const bool is_local = is_visible(local, i);
-          pair = score.pair(is_local, s[i], centred, fmaf(is_local ? score.c : 0.f, s[i], exponent));
+          is_local = is_visible(local, i);
+          float gate = e % 2 == 0 ? gates.x : gates.y;
+          if constexpr (kSumsApart) gate = decay.gates[half];
+          pair = score.pair(is_local, s[i], centred, fmaf(is_local ? score.c : 0.f, s[i], exponent), gate);
         } else {
           pair = score.local_pair(centred, fmaf(score.c, s[i], exponent));
         }
-        if constexpr (kMasks) {
-          if constexpr (kDecays) flow[half] += is_visible(flows, i) ? pair.flow : 0.f;
-          const bool counts = is_visible(visible, i);
-          d[i] = counts ? pair.ds : 0.f;
-          if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
-        } else {
-          set_pair(i, pair);
+        if constexpr (kDecays) {
+          float x = pair.flow;
+          if constexpr (kMasks) x = is_visible(flows, i) ? x : 0.f;
+          flow[half] += kSumsApart && !is_local ? 0.f : x;
+          if constexpr (kSumsApart && kSelects) global_flow[half] += is_local ? 0.f : x;
         }
+        const bool counts = !kMasks || is_visible(visible, i);
+        d[i] = counts ? pair.ds : 0.f;
+        if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
       }
     }
-  }
-
-  __device__ __forceinline__ void set_pair(int i, const DecayedPair& pair) {
-    d[i] = pair.ds;
-    if constexpr (kOwnsKeys) s[i] = pair.p;
-    if constexpr (kDecays) flow[i / 2 % 2] += pair.flow;
   }
 
   // Loads a half of the row scores of two neighbouring queries.
@@ -706,10 +715,13 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int own = lane_row + 8 * half;
-          const float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale();
+          float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale(), of_global = 0.f;
+          if constexpr (sums.kSumsApart) of_global = quad_sum(sums.global_flow[half]), sum += of_global;
           if (of_head != nullptr && t == 0 && own < rows) {
-            of_head[(static_cast<int64_t>(work_tile.batch) * heads + work_tile.head) * rows + own] =
-                !kOwnsKeys || kept.keeps(work_tile.batch, own) ? sum : 0.f;
+            const int64_t at = (static_cast<int64_t>(work_tile.batch) * heads + work_tile.head) * rows + own;
+            const bool keeps = !kOwnsKeys || kept.keeps(work_tile.batch, own);
+            of_head[at] = keeps ? sum : 0.f;
+            if (sums.kSumsApart && pair_sums.by_global_key != nullptr) pair_sums.by_global_key[at] = keeps ? of_global : 0.f;
           }
         }
       }

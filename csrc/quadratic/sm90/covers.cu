@@ -40,7 +40,7 @@ bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction) { return p
 
 bool covers_exact_window_sm90(const AttentionParams& p, Direction) { return !p.has_decay() && covers_quadratic(p); }
 bool covers_exact_window_decay_sm90(const AttentionParams& p, Direction) {
-  return p.log_decay != nullptr && p.log_input_gate == nullptr && covers_quadratic(p);
+  return p.has_decay() && covers_quadratic(p);
 }
 
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }

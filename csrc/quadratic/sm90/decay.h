@@ -40,8 +40,9 @@ struct TileReference {
 };
 
 // A tile of columns in memory: factors of keys, or row scores of queries multiplied by their factors. Tiles are contiguous: of all
-// key/value heads, or of the queries of all heads. In an exact window factors are exponents. They are followed, for keys, by the
-// powers and, for both, by the rounding errors of the exponents (of a query, y of its row score).
+// key/value heads, or of the queries of all heads. In an exact window factors are exponents, of keys without their gates. They are
+// followed, for keys, by the powers, with gates; for both, by the rounding errors of the exponents (of a query, y of its row score); and
+// for keys by exp of the gates.
 template <class Score, bool kOfKeys, int kTile>
 struct DecayTile {
   using Column = std::conditional_t<kOfKeys, float, float4>;
@@ -49,7 +50,8 @@ struct DecayTile {
   static constexpr int kReference = kTile * static_cast<int>(sizeof(Column));  // offsets in bytes
   static constexpr int kPowers = kReference + static_cast<int>(sizeof(TileReference));
   static constexpr int kErrors = kPowers + (kOfKeys ? kFloats : 0);
-  static constexpr int kBytes = Score::kHasLocalKeys ? kErrors + kFloats : kPowers;
+  static constexpr int kGates = kErrors + kFloats;
+  static constexpr int kBytes = !Score::kHasLocalKeys ? kPowers : kGates + (kOfKeys ? kFloats : 0);
 };
 
 // Return K of a key, and G of a key's token and of a query. Positions outside the sequence get those of the nearest token; their pairs
@@ -87,16 +89,16 @@ __global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(cons
   const auto sum_of = [&](int i) {
     return kOfKeys ? decay_sum_of_token(p, state, begin + i) : decay_sum_of_query(p, state, begin + i);
   };
-  const float2 first = sum_of(0), last = sum_of(kTile - 1);
-  const float2 sum = kOfKeys ? decay_sum_of_key(p, state, begin + column) : sum_of(column);
+  const float2 sum = sum_of(column), first = sum_of(0), last = sum_of(kTile - 1);
   const auto floats = [&](int offset) { return reinterpret_cast<float*>(tile + offset); };
   if constexpr (kOfKeys && Score::kHasLocalKeys) {
-    const float2 exponent = exact_decay(last, sum);
+    const float2 exponent = exact_decay(last, sum), key = decay_sum_of_key(p, state, begin + column);
     columns[column] = exponent.x;
-    floats(Tile::kPowers)[column] = ptx::exp2_approx(exponent.x);
+    floats(Tile::kPowers)[column] = ptx::exp2_approx(decay(last, key));
     floats(Tile::kErrors)[column] = exponent.y;
+    floats(Tile::kGates)[column] = ptx::exp2_approx(decay(sum, key));
   } else if constexpr (kOfKeys) {
-    columns[column] = Score::key_factor(decay(last, sum));
+    columns[column] = Score::key_factor(decay(last, decay_sum_of_key(p, state, begin + column)));
   } else {
     const float4 row = row_scores[head * rows_per_head + begin + column];
     if constexpr (Score::kHasLocalKeys) {
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(cons
 }
 
 inline size_t key_factor_bytes(const AttentionParams& p, int tile) {
-  const size_t floats = p.exact_window > 0 ? 3 : 1;  // of a key: DecayTile
+  const size_t floats = p.exact_window > 0 ? 4 : 1;  // of a key: DecayTile
   return static_cast<size_t>(p.b) * p.hk * ((p.m + tile - 1) / tile) * (tile * floats * sizeof(float) + sizeof(TileReference));
 }
 template <class Score, bool kOfKeys, int kTile>
@@ -162,12 +164,16 @@ struct TileDecay {
   float2 rows[2];     // G of the rows
   float of_rows[2];   // factors of the rows in the current tile
   float errors[2];    // of an exact window, in partly visible tiles: rounding errors of these exponents
+  float gates[kOwnsKeys && Score::kHasLocalKeys ? 2 : 1];  // of an exact window: exp of the gates of rows that are keys
   bool takes_pairs;   // whether the current tile is partly visible and decays by more than kMostSpan
 
   __device__ __forceinline__ TileDecay(const AttentionParams& p, int state, int row) : p(p), state(state) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows[half] = kOwnsKeys ? decay_sum_of_key(p, state, row + 8 * half) : decay_sum_of_query(p, state, row + 8 * half);
+      rows[half] = kOwnsKeys ? sum_of_key(row + 8 * half) : decay_sum_of_query(p, state, row + 8 * half);
+      if constexpr (kOwnsKeys && Score::kHasLocalKeys) {
+        gates[half] = ptx::exp2_approx(decay(rows[half], decay_sum_of_key(p, state, row + 8 * half)));
+      }
     }
   }
 
@@ -194,7 +200,13 @@ struct TileDecay {
     return Score::key_factor(kOwnsKeys ? decay(column, rows[half]) : decay(rows[half], column));
   }
   __device__ __forceinline__ float2 sum_of_column(int token) const {
-    return kOwnsKeys ? decay_sum_of_query(p, state, token) : decay_sum_of_key(p, state, token);
+    return kOwnsKeys ? decay_sum_of_query(p, state, token) : sum_of_key(token);
+  }
+
+ private:
+  // Local keys of an exact window have no gates.
+  __device__ __forceinline__ float2 sum_of_key(int key) const {
+    return Score::kHasLocalKeys ? decay_sum_of_token(p, state, key) : decay_sum_of_key(p, state, key);
   }
 };
 

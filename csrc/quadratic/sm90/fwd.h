@@ -214,11 +214,12 @@ struct QuadraticFwdRows {
   }
 
   // An exact window: tiles with local keys or partly visible ones, in parts of kPart keys. of_visible: sets visible keys of a part.
-  // errors: those of the keys' exponents, in global memory. The references cover global keys already.
+  // errors, gates: of the keys' exponents, and exp of the gates, in global memory; gates: null without any. The references cover global
+  // keys already, but not their gates.
   template <class Decay, class OfVisible>
   __device__ __forceinline__ void weigh_parts(Score score, TileKind (&kinds)[Tile::kParts], const OfVisible& of_visible,
-                                              Decay& decay, uint32_t factors, const float* errors, int key_begin, int window, int position,
-                                              float (&shrink)[2]) {
+                                              Decay& decay, uint32_t factors, const float* errors, const float* gates, int key_begin,
+                                              int window, int position, float (&shrink)[2]) {
     decay.template start<true>(factors);
     constexpr int kWords = Tile::kPart / 32, kBlocks = Tile::kPart / 8;
     const int t = lane_index() % 4;
@@ -245,6 +246,11 @@ struct QuadraticFwdRows {
       } else if constexpr (kDecays) {
         if (decay.takes_pairs) x = ptx::load_global_here(reinterpret_cast<const float2*>(errors + 8 * j + 2 * t));
       }
+      return x;
+    };
+    const auto gates_of_keys = [&](int j) {
+      float2 x = make_float2(1.f, 1.f);
+      if constexpr (kDecays) x = load_gates(factors, gates, 8 * j + 2 * t);
       return x;
     };
     // Calls run(i, exponent of the pair) for the accumulators of a part.
@@ -299,13 +305,17 @@ struct QuadraticFwdRows {
     const auto weigh_part = [&](auto kind, int part) {
       constexpr TileKind kKind = decltype(kind)::value;
       if constexpr (kKind == TileKind::kWhole) {
-        weigh_global_keys(global_rows, factors, kBlocks * part, kBlocks * (part + 1));
+        weigh_global_keys(global_rows, factors, gates, kBlocks * part, kBlocks * (part + 1));
       } else if constexpr (kSelectsPairs<kKind>) {
+        float2 of_gates;
         for_each_pair(kind, part, [&](int i, float exponent) {
           const int in_part = i % (Tile::kPart / 2);
           const bool is_local = is_visible(local[part], in_part);
+          if (i % 4 == 0) of_gates = gates_of_keys(i / 4);
           const float power = ptx::exp2_approx(fmaf(is_local ? score.c : 0.f, s[i], exponent));
-          const float of_global = ptx::compute_first(score.global.weight(s[i]) * power);
+          float of_global = score.global.weight(s[i]) * power;
+          if constexpr (kDecays) of_global *= i % 2 == 0 ? of_gates.x : of_gates.y;
+          of_global = ptx::compute_first(of_global);
           s[i] = is_local ? power : of_global;
           if constexpr (kMasksPairs<kKind>) s[i] = is_visible(visible[part], in_part) ? s[i] : 0.f;
         });
@@ -328,9 +338,15 @@ struct QuadraticFwdRows {
     add_weights();
   }
 
+  static __device__ __forceinline__ float2 load_gates(uint32_t factors, const float* gates, int column) {
+    if constexpr (Tile::kLoadsAllFactors) return load_key_factors(factors + Tile::FactorTile::kGates, column);
+    if (gates == nullptr) return make_float2(1.f, 1.f);
+    return ptx::load_global_here(reinterpret_cast<const float2*>(gates + column));
+  }
+
   // Converts scores of global keys, in blocks of 8, that all rows see.
-  __device__ __forceinline__ void weigh_global_keys(const typename PolynomialScore::DecayedRow (&rows)[2], uint32_t factors, int begin,
-                                                    int end) {
+  __device__ __forceinline__ void weigh_global_keys(const typename PolynomialScore::DecayedRow (&rows)[2], uint32_t factors,
+                                                    const float* gates, int begin, int end) {
 #pragma unroll
     for (int j = begin; j < end; ++j) {
       float2 keys = make_float2(1.f, 1.f);
@@ -339,8 +355,8 @@ struct QuadraticFwdRows {
         if constexpr (Tile::kLoadsAllFactors) {
           keys = load_key_factors(factors + Tile::FactorTile::kPowers, column);
         } else {
-          keys = load_key_factors(factors, column);
-          keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
+          const float2 exponents = load_key_factors(factors, column), of_gates = load_gates(factors, gates, column);
+          keys = make_float2(ptx::exp2_approx(exponents.x) * of_gates.x, ptx::exp2_approx(exponents.y) * of_gates.y);
         }
       }
 #pragma unroll
@@ -350,7 +366,7 @@ struct QuadraticFwdRows {
 
   // An exact window: a tile of global keys that all rows see.
   template <class Decay>
-  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors) {
+  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors, const float* gates) {
     decay.template start<false>(factors);
     typename PolynomialScore::DecayedRow rows[2];
 #pragma unroll
@@ -359,7 +375,7 @@ struct QuadraticFwdRows {
       if constexpr (kDecays) exponent += decay.of_rows[half];
       rows[half] = score.global.decayed_row(ptx::exp2_approx(exponent));
     }
-    weigh_global_keys(rows, factors, 0, Tile::kKeys / 8);
+    weigh_global_keys(rows, factors, gates, 0, Tile::kKeys / 8);
     add_weights();
   }
 
@@ -409,6 +425,15 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const auto factors_in_memory = [&](const HeadIndex& head, int tile) {
     const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
     return key_factors + (of_head + tile) * Tile::FactorTile::kBytes;
+  };
+  // Of an exact window with decays; null without them, and without gates.
+  [[maybe_unused]] const auto errors_in_memory = [&](const HeadIndex& head, int tile) -> const float* {
+    if constexpr (!kHasDecay<Visibility>) return nullptr;
+    return reinterpret_cast<const float*>(factors_in_memory(head, tile) + Tile::FactorTile::kErrors);
+  };
+  [[maybe_unused]] const auto gates_in_memory = [&](const HeadIndex& head, int tile) -> const float* {
+    if (!kHasDecay<Visibility> || p.log_input_gate == nullptr) return nullptr;
+    return reinterpret_cast<const float*>(factors_in_memory(head, tile) + Tile::FactorTile::kGates);
   };
 
   if (threadIdx.x == 0) {
@@ -547,16 +572,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
             TileKind kinds[Tile::kParts];
 #pragma unroll
             for (int i = 0; i < Tile::kParts; ++i) kinds[i] = parts.kind_of(tile * Tile::kParts + i);
-            const float* errors = nullptr;
-            if constexpr (kHasDecay<Visibility>) {
-              using FactorTile = typename Tile::FactorTile;
-              errors = reinterpret_cast<const float*>(factors_in_memory(head, tile) + FactorTile::kErrors);
-            }
             const auto of_visible = [&](uint32_t (&of_part)[2][Tile::kPart / 32], int part) {
               visible_keys(of_part, sees, kept, head.batch, tile * Tile::kParts + part, lane_row, t);
             };
-            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, errors, tile * Tile::kKeys, p.exact_window,
-                             lane_row + p.causal_offset, shrink);
+            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, errors_in_memory(head, tile), gates_in_memory(head, tile),
+                             tile * Tile::kKeys, p.exact_window, lane_row + p.causal_offset, shrink);
           } else if constexpr (kHidesKeys<Score, Visibility>) {
             hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
             rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
@@ -614,7 +634,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
             bool is_global = true;
 #pragma unroll
             for (int i = 0; i < Tile::kParts; ++i) is_global = is_global && parts.kind_of(tile * Tile::kParts + i) == TileKind::kWhole;
-            if (is_global) rows.weigh_global(score, decay, factors(at));
+            if (is_global) rows.weigh_global(score, decay, factors(at), gates_in_memory(head, tile));
             else weigh_masked(tile, factors(at));
             wgmma_wait<0>();
             keep(rows.o);
