@@ -334,9 +334,7 @@ GATED = [
     Case("linear", "linear2_sm90", 300, 300, 64, 128, h=2, hk=1, dropout=0.3, decay="ordinary", gate="ordinary"),
     window_in_linear(300, 345, 64, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=40),
     window_in_linear(300, 345, 64, h=2, hk=1, gate="far apart", exact_window=128, padding=True),
-    window_in_linear(
-        300, 300, 32, h=1, hk=1, decay="ordinary", gate="small", exact_window=3, packed=(0, 170, 300)
-    ),
+    window_in_linear(300, 300, 32, h=1, hk=1, decay="ordinary", gate="small", exact_window=3, packed=(0, 170, 300)),
     window_in_linear(560, 560, 128, h=1, hk=1, decay="weak", gate="ordinary", exact_window=200, schedules=1),
 ]
 
@@ -440,7 +438,7 @@ class Call:
         top = log_weight.detach().amax(-1, keepdim=True).clamp(min=-1e3)
         weights = (log_weight - top).exp()
         total = weights.sum(-1, keepdim=True)
-        counts = (total > 0) & ((case.lag == 0) | (top + total.log() > -100 * math.log(2)))
+        counts = (total != 0) & ((case.lag == 0) | ~(top + total.log() <= -100 * math.log(2)))  # NaN counts
         o = torch.where(counts, weights / torch.where(counts, total, 1.0), 0.0) @ v
         if "noise" in options:
             o = o * (1 + case.dropout * options["noise"].double())
@@ -583,6 +581,32 @@ def test_decays_of_nan(library, case):
     if case.padding:  # the last two NaN alone are behind a key
         call.options["attention_mask"][:, : case.m - 200] = False
     call.exact = call._in_float64()
+    results = call.run(library, 1)
+    for name, x in results.items():
+        is_nan = call.exact[name].isnan()
+        assert 0 < is_nan.sum() < is_nan.numel() and torch.equal(x.isnan(), is_nan), name
+        results[name], call.exact[name] = x.nan_to_num(nan=0.0), call.exact[name].nan_to_num(nan=0.0)
+    assert wrong(results, call.exact) == {}
+
+
+NAN_GATE_CASES = [
+    Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", gate="ordinary", padding=True),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, gate="ordinary", left=70),
+    Case("exact_window", "exact_window_decay_sm90", 300, 345, 64, decay="ordinary", gate="ordinary", exact_window=40),
+    Case("linear", "linear2_sm90", 300, 300, 64, hk=1, gate="ordinary", packed=(0, 90, 130, 300)),
+    Case("linear", "linear2_sm90", 300, 345, 32, h=1, hk=1, decay="ordinary", gate="ordinary", lag=20),
+]
+
+
+@pytest.mark.parametrize("case", NAN_GATE_CASES, ids=str)
+def test_gates_of_nan(library, case):
+    """Rows that see a key with a NaN gate are NaN where the gate applies, and no others."""
+    call = Call(replace(case, backward=False))
+    call.options["log_input_gate"][..., [100, 120]] = torch.nan
+    call.options["log_input_gate"][:, -1, case.m - 1] = torch.nan
+    if case.padding:
+        call.options["attention_mask"][:, 120] = False
+    call.exact = call._by_definition()
     results = call.run(library, 1)
     for name, x in results.items():
         is_nan = call.exact[name].isnan()
