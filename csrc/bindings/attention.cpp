@@ -34,8 +34,8 @@ struct Noise {
 };
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                   const OptionalTensor& drop_noise, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-                                   const OptionalTensor& k_start, const OptionalTensor& k_end,
+                                   const OptionalTensor& drop_noise, const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                   const OptionalTensor& k_end, const OptionalTensor& log_input_gate,
                                    double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
                                    const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
@@ -66,8 +66,7 @@ template <bool kOfDecay>
 GradientResults<kOfDecay> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
-    const OptionalTensor& log_input_gate,
-    const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
+    const OptionalTensor& k_start, const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0, double a1,
     double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, k_end};

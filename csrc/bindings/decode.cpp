@@ -158,7 +158,8 @@ void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, con
 
 Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                               const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
-                              const Tensor& local_gates, const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
+                              const Tensor& local_gates, const Tensor& buffered, const OptionalTensor& attention_mask,
+                              const OptionalTensor& log_decay,
                               const OptionalTensor& log_input_gate,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));

@@ -219,7 +219,7 @@ void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor&
 }
 
 std::tuple<Tensor, Tensor> forward_by_parts(const AttentionInputs& x, const Options& options) {
-  const auto [o, lse] = flash_forward(x.q, x.k, x.v, x.attention_mask, x.log_decay, kNotGiven, x.k_start, x.k_end, options.scale,
+  const auto [o, lse] = flash_forward(x.q, x.k, x.v, x.attention_mask, x.log_decay, x.k_start, x.k_end, kNotGiven, options.scale,
                                       /*causal=*/true, /*left=*/options.window - 1, /*right=*/-1, options.allow_tf32);
   const GlobalKeys part(x, options.window);
   if (part.exist()) join_global_keys(GlobalCall(x, part, options), part.of_queries(o), part.of_queries(lse));
@@ -249,9 +249,9 @@ InputGradients backward_by_parts(const AttentionInputs& x, const Options& option
 }
 
 std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask,
-                                                const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-                                                const OptionalTensor& k_start,
-                                                const OptionalTensor& k_end, double scale, double a0, double a1, double a2,
+                                                const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0,
+                                                double a1, double a2,
                                                 int64_t order, bool causal, const std::string& algorithm, int64_t exact_window,
                                                 bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
@@ -265,9 +265,9 @@ std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k
 template <bool kOfDecay>
 GradientResults<kOfDecay> exact_window_backward(
     const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
-    const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-    const OptionalTensor& k_start,
-    const OptionalTensor& k_end, double scale, double a0, double a1, double a2, int64_t order, bool causal, const std::string& algorithm,
+    const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start,
+    const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2, int64_t order,
+    bool causal, const std::string& algorithm,
     int64_t exact_window, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   const AttentionInputs inputs{q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end};

@@ -49,8 +49,8 @@ CarriedState carried(const Tensor& kv_state, const Tensor& k_sum, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                                   const OptionalTensor& log_input_gate,
-                                                   const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in,
+                                                   const OptionalTensor& k_start, const OptionalTensor& log_input_gate,
+                                                   const Tensor& kv_state_in, const Tensor& k_sum_in,
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -145,8 +145,8 @@ std::pair<Tensor, Tensor> zero_state(const Tensor& k, const Tensor& v, int64_t o
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                 const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-                                                 const OptionalTensor& k_start, double scale, double a0,
+                                                 const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                 const OptionalTensor& log_input_gate, double scale, double a0,
                                                  double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   const int device = cuda_device_of("k", k_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backw
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_kv_state_in,
     const OptionalTensor& grad_new_k_sum_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& new_kv_state_in, const OptionalTensor& new_k_sum_in, const OptionalTensor& attention_mask,
-    const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const OptionalTensor& k_start, const Tensor& kv_state_in,
+    const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const Tensor& kv_state_in,
     const Tensor& k_sum_in, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
@@ -310,7 +310,7 @@ std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const Opti
 
 std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                     const Tensor& v_in, const OptionalTensor& log_decay,
-                                                    const OptionalTensor& log_input_gate, const OptionalTensor& k_start,
+                                                    const OptionalTensor& k_start, const OptionalTensor& log_input_gate,
                                                     double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32,
                                                     bool keep) {
   const int device = cuda_device_of("q", q_in);
@@ -358,8 +358,8 @@ void check_given_state(const char* kv_state_name, const char* k_sum_name, const 
 }
 
 std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                        const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-                                        const OptionalTensor& k_start, const OptionalTensor& kv_state_in,
+                                        const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                        const OptionalTensor& log_input_gate, const OptionalTensor& kv_state_in,
                                         const OptionalTensor& k_sum_in, const Tensor& saved, double scale, double a0, double a1, double a2,
                                         int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
@@ -388,8 +388,8 @@ std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in,
 
 std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                       const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-                                                       const OptionalTensor& k_start,
+                                                       const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                       const OptionalTensor& log_input_gate,
                                                        const OptionalTensor& kv_state_in, const OptionalTensor& k_sum_in, double scale,
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
@@ -420,8 +420,8 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill_backward_of_keys(
     const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_kv_state_in, const OptionalTensor& grad_new_k_sum_in,
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-    const OptionalTensor& log_input_gate,
-    const OptionalTensor& k_start, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
+    const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const OptionalTensor& pairs,
+    const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -96,8 +96,8 @@ struct AttentionParams : Problem {
   // Tables that the launchers of the quadratic kernels fill from bounds, causality and window (quadratic/bounds.h).
   const Range* key_table;    // (b, hk, n): the keys that a query sees
   const Range* query_table;  // (b, hk, m): the queries that see a key
-  // Running sums of log_decay (b, hk, m + lag), and of keys (b, hk, key_sum_tokens), of which the first m have their gates too: the launchers
-  // of every algorithm fill both (decay/decay.h).
+  // Running sums of log_decay (b, hk, m + lag), and those of the keys' tokens less their gates (b, hk, key_sum_tokens). The launchers of
+  // every algorithm fill both (decay/decay.h).
   const float2* decay_sums;
   const float2* key_sums;
   int key_sum_tokens;

@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(kThreads) gate_gradient_kernel(const BwdParams
   const int key = static_cast<int>(index % p.m), head = static_cast<int>(index / p.m);
   const Stride& s = p.log_input_gate_stride;
   const float gate = p.log_input_gate[head / p.hk * s.batch + head % p.hk * s.head + key * s.token];
-  p.grad_log_input_gate[index] = gate < kLeastGate || gate > kMostGate ? 0.f : by_key[index] + (p.adds ? p.grad_log_input_gate[index] : 0.f);
+  const float before = p.adds ? p.grad_log_input_gate[index] : 0.f;
+  p.grad_log_input_gate[index] = before + (gate < kLeastGate || gate > kMostGate ? 0.f : by_key[index]);
 }
 
 unsigned blocks_of_keys(const Problem& p) { return grid_1d((int64_t{p.b} * p.hk * p.m + kThreads - 1) / kThreads); }
