@@ -58,7 +58,7 @@ class Case:
     causal: bool = True
     padding: bool = False
     dropout: float = 0.0
-    decay: str | None = None
+    decay: str | float | None = None  # a number: of every token
     decay_gradient: bool = True
     gate: str | None = None
     packed: tuple[int, ...] = ()  # where sequences begin and end
@@ -269,6 +269,8 @@ GATES = {
     "ordinary": lambda x: 8 * x - 4,
     "small": lambda x: 3 * x - 12,
     "far apart": lambda x: torch.tensor([-70.0, -60.0, -5.0, 0.0, 3.0, 29.0, 31.0])[(7 * x).long()],
+    "smallest": lambda x: torch.full_like(x, -60.0),
+    "largest": lambda x: torch.full_like(x, 30.0),
 }
 GATED = [
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, gate="ordinary"),
@@ -286,6 +288,10 @@ GATED = [
         gate="far apart",
         decay_gradient=False,
     ),
+    # Products of the smallest gate, or of the reciprocal of a sum of such weights, with what a tile of 64 or 128 tokens decays by.
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.25, gate="smallest", schedules=1),
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.5, gate="smallest", schedules=1),
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=1, hk=1, decay=-0.25, gate="largest", schedules=1),
     Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary", gate="ordinary"),
     Case("flash", "flash_decay_sm90", 257, 300, 64, gate="far apart", padding=True),
     Case("flash", "flash_decay_sm90", 257, 300, 128, h=2, hk=1, decay="none, ordinary or strong", gate="ordinary", left=70),
@@ -351,7 +357,7 @@ class Call:
         if case.dropout > 0:
             options["noise"] = torch.randn(case.b, case.h, case.n, case.value_dim).to(case.dtype)
         if case.decay is not None:
-            options["log_decay"] = make_decay(case.decay, case.b, case.hk, case.m + case.lag)
+            options["log_decay"] = self._decay()
         if case.gate is not None:
             options["log_input_gate"] = GATES[case.gate](torch.rand(case.b, case.hk, case.m))
         if case.packed:
@@ -369,6 +375,11 @@ class Call:
             self.q, self.k = (self._of_some_lengths(x) for x in (self.q, self.k))
             options["k_factor"] = eager.normalize_tokens(self.q, self.k, case.lim)[3]
         self.exact = self._in_float64() if case.gate is None else self._by_definition()
+
+    def _decay(self):
+        case = self.case
+        rows = case.b, case.hk, case.m + case.lag
+        return torch.full(rows, case.decay) if isinstance(case.decay, float) else make_decay(case.decay, *rows)
 
     def _of_some_lengths(self, x):
         """Returns random rows, most of which are between 0 and twice as long as lim; one is longer and one has zeros."""

@@ -68,7 +68,8 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kThreads = (kConsumers + 1) * 128;
   // A stage holds A, B and the data of its columns: row scores of queries, multiplied by decay factors if there is decay; for
   // keys only decay factors.
-  static constexpr int kScoreBytes = kHasDecay<Visibility> ? DecayTile<Score, !kOwnsKeys, kStream>::kBytes
+  using ColumnTile = DecayTile<Score, !kOwnsKeys, kStream>;
+  static constexpr int kScoreBytes = kHasDecay<Visibility> ? ColumnTile::kBytes
                                      : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
                                                         : 0;
   static constexpr int kStageBytes =
@@ -96,7 +97,7 @@ struct QuadraticBwdRows {
   using StreamTile = typename Tile::StreamTile;
   static constexpr int kStream = Tile::kStream;
   static constexpr bool kDecays = kHasDecay<Visibility>;
-  using ColumnTile = DecayTile<Score, !kOwnsKeys, kStream>;
+  using ColumnTile = typename Tile::ColumnTile;
   using ScoreProduct = Wgmma<Math, kStream>;
   using SumProduct = Wgmma<Math, kHeadDim>;
 
@@ -107,9 +108,9 @@ struct QuadraticBwdRows {
   uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
   float4 row_scores[kOwnsKeys ? 1 : 2];  // of rows that are queries
   float flow[kHasDecay<Visibility> ? 2 : 1];  // this lane's part of the rows' pair sums (decay/decay.h)
-  // Of an exact window the sums over global keys, which `flow` then has not, where rows are keys.
+  // Of keys of an exact window: the sums over local pairs, which `flow` has not in calls with gates; else zeros.
   static constexpr bool kSumsApart = kDecays && kOwnsKeys && Score::kHasLocalKeys;
-  float global_flow[kSumsApart ? 2 : 1];
+  float local_flow[kSumsApart ? 2 : 1];
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -119,7 +120,7 @@ struct QuadraticBwdRows {
 #pragma unroll
     for (float& sum : flow) sum = 0.f;
 #pragma unroll
-    for (float& sum : global_flow) sum = 0.f;
+    for (float& sum : local_flow) sum = 0.f;
   }
 
   // Loads X and Y as A operands, if they are held in registers.
@@ -215,8 +216,7 @@ struct QuadraticBwdRows {
         const DecayedPair pair = Score::global_pair(f[e / 2], s[i], centred, row.x);
         d[i] = pair.ds;
         if constexpr (kOwnsKeys) s[i] = pair.p;
-        if constexpr (kSumsApart) global_flow[e / 2] += pair.flow;
-        else if constexpr (kDecays) flow[e / 2] += pair.flow;
+        if constexpr (kDecays) flow[e / 2] += pair.flow;
       }
     }
   }
@@ -228,6 +228,12 @@ struct QuadraticBwdRows {
     constexpr bool kMasks = kMasksPairs<kKind>, kSelects = kSelectsPairs<kKind>;
     const int t = lane_index() % 4;
     const int position = kOwnsKeys ? lane_row - p.causal_offset : lane_row + p.causal_offset;  // among the streamed tokens
+    const bool gated = p.log_input_gate != nullptr, sums_apart = kSumsApart && gated;
+    float of_local[2] = {0.f, 0.f};  // of tiles of local keys: what their pairs are added to
+    if constexpr (kDecays && !kSelects) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) of_local[half] = sums_apart ? local_flow[kSumsApart ? half : 0] : flow[half];
+    }
     uint32_t local[2][kStream / 32];
     [[maybe_unused]] uint32_t flows[2][kStream / 32];
     if constexpr (kSelects) local_columns(local, p.exact_window, position, begin, t);
@@ -258,7 +264,9 @@ struct QuadraticBwdRows {
       else if constexpr (kDecays) keys = load_key_factors(columns, column);
       if constexpr (kDecays && kMasks) errors = load_key_factors(columns + ColumnTile::kErrors, column);
       [[maybe_unused]] float2 gates = make_float2(1.f, 1.f);
-      if constexpr (kDecays && kSelects && !kOwnsKeys) gates = load_key_factors(columns + ColumnTile::kGates, column);
+      if constexpr (kDecays && kSelects && !kOwnsKeys) {
+        if (gated) gates = load_key_factors(columns + ColumnTile::kGates, column);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e, half = e / 2;
@@ -278,12 +286,25 @@ struct QuadraticBwdRows {
         if constexpr (kDecays) {
           float x = pair.flow;
           if constexpr (kMasks) x = is_visible(flows, i) ? x : 0.f;
-          flow[half] += kSumsApart && !is_local ? 0.f : x;
-          if constexpr (kSumsApart && kSelects) global_flow[half] += is_local ? 0.f : x;
+          if constexpr (!kSelects) {
+            of_local[half] += x;
+          } else if constexpr (kSumsApart) {
+            flow[half] += sums_apart && is_local ? 0.f : x;
+            local_flow[half] += sums_apart && is_local ? x : 0.f;
+          } else {
+            flow[half] += x;
+          }
         }
         const bool counts = !kMasks || is_visible(visible, i);
         d[i] = counts ? pair.ds : 0.f;
         if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
+      }
+    }
+    if constexpr (kDecays && !kSelects) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        flow[half] = sums_apart ? flow[half] : of_local[half];
+        if constexpr (kSumsApart) local_flow[half] = sums_apart ? of_local[half] : local_flow[half];
       }
     }
   }
@@ -456,14 +477,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
-            ring.expect(at, 2 * StreamTile::kBytes + Tile::kScoreBytes);
+            int column_bytes = Tile::kScoreBytes;
+            if constexpr (kHasDecay<Visibility>) column_bytes = Tile::ColumnTile::bytes(p);
+            ring.expect(at, 2 * StreamTile::kBytes + column_bytes);
             StreamTile::load(stage, maps.a, ring.full(at), token, head, work_tile.batch);
             StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, work_tile.batch);
             if constexpr (kHasDecay<Visibility>) {
               const int tokens = kOwnsKeys ? p.n : p.m, heads = kOwnsKeys ? p.h : p.hk;
               const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
-              ptx::bulk_load(stage + 2 * StreamTile::kBytes, decay_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
-                             ring.full(at));
+              ptx::bulk_load(stage + 2 * StreamTile::kBytes, decay_columns + (of_head + tile) * Tile::kScoreBytes, column_bytes, ring.full(at));
             } else if constexpr (kOwnsKeys) {
               const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * p.h + head) * rows_per_head;
               ptx::bulk_load(stage + 2 * StreamTile::kBytes, row_scores + of_head + token, Tile::kScoreBytes, ring.full(at));
@@ -715,13 +737,14 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int own = lane_row + 8 * half;
-          float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale(), of_global = 0.f;
-          if constexpr (sums.kSumsApart) of_global = quad_sum(sums.global_flow[half]), sum += of_global;
+          const float flow = quad_sum(sums.flow[half]) * Score(p).flow_scale();
+          float sum = flow;
+          if constexpr (sums.kSumsApart) sum += quad_sum(sums.local_flow[half]);
           if (of_head != nullptr && t == 0 && own < rows) {
             const int64_t at = (static_cast<int64_t>(work_tile.batch) * heads + work_tile.head) * rows + own;
             const bool keeps = !kOwnsKeys || kept.keeps(work_tile.batch, own);
             of_head[at] = keeps ? sum : 0.f;
-            if (sums.kSumsApart && pair_sums.by_global_key != nullptr) pair_sums.by_global_key[at] = keeps ? of_global : 0.f;
+            if (sums.kSumsApart && pair_sums.by_global_key != nullptr) pair_sums.by_global_key[at] = keeps ? flow : 0.f;
           }
         }
       }

@@ -32,17 +32,22 @@ inline constexpr bool kHasDecay = std::is_same_v<Visibility, DecayVisibility>;
 // of an exact window, all pairs of a tile that decays by more take exponents with rounding errors.
 inline constexpr float kMostSpan = 48.f;
 
+// In calls with input gates, a tile counts as decaying by this much more: factors of keys are smaller by up to 2^-86, and the reciprocals
+// of the rows' sums of weights as much larger.
+inline constexpr float kSpanOfGates = 22.f;
+
 // Shared by all columns of a tile; stored after the columns.
 struct TileReference {
   float2 sum;  // G of the reference token
-  float span;  // decay from the first to the last token of the tile, in units of log 2, >= 0
+  float span;  // decay from the first to the last token of the tile, in units of log 2, >= 0; with gates kSpanOfGates more
   float unused;
 };
 
 // A tile of columns in memory: factors of keys, or row scores of queries multiplied by their factors. Tiles are contiguous: of all
 // key/value heads, or of the queries of all heads. In an exact window factors are exponents, of keys without their gates. They are
 // followed, for keys, by the powers, with gates; for both, by the rounding errors of the exponents (of a query, y of its row score); and
-// for keys by exp of the gates.
+// for keys by exp of the gates. If a kernel loads no more than the columns (DecayColumns::kAlone), these have the gates, and exponents
+// without gates are in place of the powers.
 template <class Score, bool kOfKeys, int kTile>
 struct DecayTile {
   using Column = std::conditional_t<kOfKeys, float, float4>;
@@ -52,7 +57,13 @@ struct DecayTile {
   static constexpr int kErrors = kPowers + (kOfKeys ? kFloats : 0);
   static constexpr int kGates = kErrors + kFloats;
   static constexpr int kBytes = !Score::kHasLocalKeys ? kPowers : kGates + (kOfKeys ? kFloats : 0);
+
+  // Bytes of a whole tile that a call loads.
+  static __device__ __forceinline__ int bytes(const AttentionParams& p) {
+    return kOfKeys && Score::kHasLocalKeys && p.log_input_gate == nullptr ? kGates : kBytes;
+  }
 };
+enum class DecayColumns { kWithAll, kAlone };
 
 // Return K of a key, and G of a key's token and of a query. Positions outside the sequence get those of the nearest token; their pairs
 // have no weight.
@@ -75,7 +86,7 @@ __device__ __forceinline__ int offset_of_own_key(const AttentionParams& p) {
 // One thread per column. tiles: per head. kOfKeys: factors of keys, with the tiles of key/value heads; else row scores
 // (b, h, rows_per_head) of queries multiplied by their factors.
 inline constexpr int kDecayColumnThreads = 256;
-template <class Score, bool kOfKeys, int kTile>
+template <class Score, bool kOfKeys, int kTile, DecayColumns kLoaded>
 __global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(const AttentionParams p, const int tiles,
                                                                             const float4* row_scores, const int rows_per_head,
                                                                             uint8_t* result) {
@@ -93,8 +104,9 @@ __global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(cons
   const auto floats = [&](int offset) { return reinterpret_cast<float*>(tile + offset); };
   if constexpr (kOfKeys && Score::kHasLocalKeys) {
     const float2 exponent = exact_decay(last, sum), key = decay_sum_of_key(p, state, begin + column);
-    columns[column] = exponent.x;
-    floats(Tile::kPowers)[column] = ptx::exp2_approx(decay(last, key));
+    const float with_gate = exact_decay(last, key).x;
+    columns[column] = kLoaded == DecayColumns::kAlone ? with_gate : exponent.x;
+    floats(Tile::kPowers)[column] = kLoaded == DecayColumns::kAlone ? exponent.x : ptx::exp2_approx(with_gate);
     floats(Tile::kErrors)[column] = exponent.y;
     floats(Tile::kGates)[column] = ptx::exp2_approx(decay(sum, key));
   } else if constexpr (kOfKeys) {
@@ -110,7 +122,8 @@ __global__ void __launch_bounds__(kDecayColumnThreads) decay_columns_kernel(cons
     }
   }
   if (column == 0) {
-    *reinterpret_cast<TileReference*>(tile + Tile::kReference) = {kOfKeys ? last : first, -decay(last, first), 0.f};
+    const float span = -decay(last, first) + (p.log_input_gate == nullptr ? 0.f : kSpanOfGates);
+    *reinterpret_cast<TileReference*>(tile + Tile::kReference) = {kOfKeys ? last : first, span, 0.f};
   }
 }
 
@@ -118,18 +131,18 @@ inline size_t key_factor_bytes(const AttentionParams& p, int tile) {
   const size_t floats = p.exact_window > 0 ? 4 : 1;  // of a key: DecayTile
   return static_cast<size_t>(p.b) * p.hk * ((p.m + tile - 1) / tile) * (tile * floats * sizeof(float) + sizeof(TileReference));
 }
-template <class Score, bool kOfKeys, int kTile>
+template <class Score, bool kOfKeys, int kTile, DecayColumns kLoaded>
 void launch_decay_columns(const char* name, const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result,
                           cudaStream_t stream) {
   const int tiles = ((kOfKeys ? p.m : p.n) + kTile - 1) / kTile;
   constexpr int kTilesPerBlock = kDecayColumnThreads / kTile;
   const int64_t blocks = (int64_t{p.b} * (kOfKeys ? p.hk : p.h) * tiles + kTilesPerBlock - 1) / kTilesPerBlock;
-  launch_kernel(name, decay_columns_kernel<Score, kOfKeys, kTile>, grid_1d(blocks), kDecayColumnThreads, 0, stream, p, tiles, row_scores,
+  launch_kernel(name, decay_columns_kernel<Score, kOfKeys, kTile, kLoaded>, grid_1d(blocks), kDecayColumnThreads, 0, stream, p, tiles, row_scores,
                 rows_per_head, static_cast<uint8_t*>(result));
 }
-template <class Score, int kTile>
+template <class Score, int kTile, DecayColumns kLoaded = DecayColumns::kWithAll>
 void fill_key_factors(const AttentionParams& p, void* result, cudaStream_t stream) {
-  launch_decay_columns<Score, true, kTile>("decay_keys", p, nullptr, 0, result, stream);
+  launch_decay_columns<Score, true, kTile, kLoaded>("decay_keys", p, nullptr, 0, result, stream);
 }
 
 inline constexpr int kDecayQueries = 64;  // queries per tile
@@ -140,7 +153,7 @@ inline size_t decayed_row_score_bytes(const AttentionParams& p) {
 }
 template <class Score>
 void decay_row_scores(const AttentionParams& p, const float4* row_scores, int rows_per_head, void* result, cudaStream_t stream) {
-  launch_decay_columns<Score, false, kDecayQueries>("decay_queries", p, row_scores, rows_per_head, result, stream);
+  launch_decay_columns<Score, false, kDecayQueries, DecayColumns::kWithAll>("decay_queries", p, row_scores, rows_per_head, result, stream);
 }
 
 // In place of TileDecay in calls without decay.
@@ -161,17 +174,19 @@ struct TileDecay {
   using Tile = DecayTile<Score, !kOwnsKeys, kTile>;
   const AttentionParams& p;
   int state;  // key/value head over the whole batch
-  float2 rows[2];     // G of the rows
+  float2 rows[2];     // G of the rows, or K where they are keys with gates for all queries
   float of_rows[2];   // factors of the rows in the current tile
   float errors[2];    // of an exact window, in partly visible tiles: rounding errors of these exponents
   float gates[kOwnsKeys && Score::kHasLocalKeys ? 2 : 1];  // of an exact window: exp of the gates of rows that are keys
-  bool takes_pairs;   // whether the current tile is partly visible and decays by more than kMostSpan
+  bool takes_pairs;   // whether the current tile is partly visible and its span is above kMostSpan
 
   __device__ __forceinline__ TileDecay(const AttentionParams& p, int state, int row) : p(p), state(state) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows[half] = kOwnsKeys ? sum_of_key(row + 8 * half) : decay_sum_of_query(p, state, row + 8 * half);
       if constexpr (kOwnsKeys && Score::kHasLocalKeys) {
+        gates[half] = 1.f;
+        if (p.log_input_gate == nullptr) continue;
         gates[half] = ptx::exp2_approx(decay(rows[half], decay_sum_of_key(p, state, row + 8 * half)));
       }
     }

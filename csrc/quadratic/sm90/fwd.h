@@ -64,8 +64,10 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   using FactorTile = DecayTile<Score, true, kKeys>;
-  // Whether shared memory has room for powers and rounding errors too.
+  // Whether shared memory has room for more than the columns of a tile.
   static constexpr bool kLoadsAllFactors = kHeadDim <= 96;
+  static constexpr DecayColumns kLoadedColumns =
+      Score::kHasLocalKeys && !kLoadsAllFactors ? DecayColumns::kAlone : DecayColumns::kWithAll;
   static constexpr int kFactorBytes = !kHasDecay<Visibility> ? 0 : kLoadsAllFactors ? FactorTile::kBytes : FactorTile::kPowers;  // per stage
   static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
   static constexpr int kEnd = kFactors + kStages * kFactorBytes;
@@ -214,12 +216,12 @@ struct QuadraticFwdRows {
   }
 
   // An exact window: tiles with local keys or partly visible ones, in parts of kPart keys. of_visible: sets visible keys of a part.
-  // errors, gates: of the keys' exponents, and exp of the gates, in global memory; gates: null without any. The references cover global
-  // keys already, but not their gates.
+  // tile: what is known of its keys (DecayTile) in global memory. gated: whether keys have gates. The references cover global keys already,
+  // but not their gates.
   template <class Decay, class OfVisible>
   __device__ __forceinline__ void weigh_parts(Score score, TileKind (&kinds)[Tile::kParts], const OfVisible& of_visible,
-                                              Decay& decay, uint32_t factors, const float* errors, const float* gates, int key_begin,
-                                              int window, int position, float (&shrink)[2]) {
+                                              Decay& decay, uint32_t factors, const uint8_t* tile, bool gated, int key_begin, int window,
+                                              int position, float (&shrink)[2]) {
     decay.template start<true>(factors);
     constexpr int kWords = Tile::kPart / 32, kBlocks = Tile::kPart / 8;
     const int t = lane_index() % 4;
@@ -235,24 +237,31 @@ struct QuadraticFwdRows {
         if (decay.takes_pairs && kind != TileKind::kHidden) kind = TileKind::kMixed;
       }
     }
-    const auto of_keys = [&](int j) {
-      if constexpr (kDecays) return load_key_factors(factors, 8 * j + 2 * t);
-      else return make_float2(0.f, 0.f);
-    };
-    const auto errors_of_keys = [&](int j) {
-      float2 x = make_float2(0.f, 0.f);
-      if constexpr (kDecays && Tile::kLoadsAllFactors) {
-        x = load_key_factors(factors + Tile::FactorTile::kErrors, 8 * j + 2 * t);
-      } else if constexpr (kDecays) {
-        if (decay.takes_pairs) x = ptx::load_global_here(reinterpret_cast<const float2*>(errors + 8 * j + 2 * t));
+    // Of two keys, what is at an offset of the tile; `otherwise` where it is known that nothing else is there.
+    const auto load = [&](int offset, int j, bool is_needed, float otherwise) {
+      float2 x = make_float2(otherwise, otherwise);
+      if constexpr (kDecays) {
+        const int column = 8 * j + 2 * t;
+        if (!is_needed) return x;
+        if constexpr (Tile::kLoadsAllFactors) x = load_key_factors(factors + offset, column);
+        else x = ptx::load_global_here(reinterpret_cast<const float2*>(tile + offset) + column / 2);
       }
       return x;
     };
-    const auto gates_of_keys = [&](int j) {
-      float2 x = make_float2(1.f, 1.f);
-      if constexpr (kDecays) x = load_gates(factors, gates, 8 * j + 2 * t);
+    using FactorTile = typename Tile::FactorTile;
+    const auto of_keys = [&](int j) {
+      float2 x = make_float2(0.f, 0.f);
+      if constexpr (kDecays) x = load_key_factors(factors, 8 * j + 2 * t);
+      if constexpr (kDecays && !Tile::kLoadsAllFactors) {  // these have the gates
+        if (gated) x = load(FactorTile::kPowers, j, true, 0.f);
+      }
       return x;
     };
+    const auto errors_of_keys = [&](int j) {
+      if constexpr (kDecays) return load(FactorTile::kErrors, j, Tile::kLoadsAllFactors || decay.takes_pairs, 0.f);
+      else return make_float2(0.f, 0.f);
+    };
+    const auto gates_of_keys = [&](int j) { return load(FactorTile::kGates, j, gated, 1.f); };
     // Calls run(i, exponent of the pair) for the accumulators of a part.
     const auto for_each_pair = [&](auto kind, int part, const auto& run) {
       constexpr bool kMixed = decltype(kind)::value == TileKind::kMixed;
@@ -305,7 +314,7 @@ struct QuadraticFwdRows {
     const auto weigh_part = [&](auto kind, int part) {
       constexpr TileKind kKind = decltype(kind)::value;
       if constexpr (kKind == TileKind::kWhole) {
-        weigh_global_keys(global_rows, factors, gates, kBlocks * part, kBlocks * (part + 1));
+        weigh_global_keys(global_rows, factors, kBlocks * part, kBlocks * (part + 1));
       } else if constexpr (kSelectsPairs<kKind>) {
         float2 of_gates;
         for_each_pair(kind, part, [&](int i, float exponent) {
@@ -338,15 +347,9 @@ struct QuadraticFwdRows {
     add_weights();
   }
 
-  static __device__ __forceinline__ float2 load_gates(uint32_t factors, const float* gates, int column) {
-    if constexpr (Tile::kLoadsAllFactors) return load_key_factors(factors + Tile::FactorTile::kGates, column);
-    if (gates == nullptr) return make_float2(1.f, 1.f);
-    return ptx::load_global_here(reinterpret_cast<const float2*>(gates + column));
-  }
-
   // Converts scores of global keys, in blocks of 8, that all rows see.
-  __device__ __forceinline__ void weigh_global_keys(const typename PolynomialScore::DecayedRow (&rows)[2], uint32_t factors,
-                                                    const float* gates, int begin, int end) {
+  __device__ __forceinline__ void weigh_global_keys(const typename PolynomialScore::DecayedRow (&rows)[2], uint32_t factors, int begin,
+                                                    int end) {
 #pragma unroll
     for (int j = begin; j < end; ++j) {
       float2 keys = make_float2(1.f, 1.f);
@@ -355,8 +358,8 @@ struct QuadraticFwdRows {
         if constexpr (Tile::kLoadsAllFactors) {
           keys = load_key_factors(factors + Tile::FactorTile::kPowers, column);
         } else {
-          const float2 exponents = load_key_factors(factors, column), of_gates = load_gates(factors, gates, column);
-          keys = make_float2(ptx::exp2_approx(exponents.x) * of_gates.x, ptx::exp2_approx(exponents.y) * of_gates.y);
+          keys = load_key_factors(factors, column);
+          keys = make_float2(ptx::exp2_approx(keys.x), ptx::exp2_approx(keys.y));
         }
       }
 #pragma unroll
@@ -366,7 +369,7 @@ struct QuadraticFwdRows {
 
   // An exact window: a tile of global keys that all rows see.
   template <class Decay>
-  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors, const float* gates) {
+  __device__ __forceinline__ void weigh_global(const Score& score, Decay& decay, uint32_t factors) {
     decay.template start<false>(factors);
     typename PolynomialScore::DecayedRow rows[2];
 #pragma unroll
@@ -375,7 +378,7 @@ struct QuadraticFwdRows {
       if constexpr (kDecays) exponent += decay.of_rows[half];
       rows[half] = score.global.decayed_row(ptx::exp2_approx(exponent));
     }
-    weigh_global_keys(rows, factors, gates, 0, Tile::kKeys / 8);
+    weigh_global_keys(rows, factors, 0, Tile::kKeys / 8);
     add_weights();
   }
 
@@ -426,15 +429,6 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
     const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
     return key_factors + (of_head + tile) * Tile::FactorTile::kBytes;
   };
-  // Of an exact window with decays; null without them, and without gates.
-  [[maybe_unused]] const auto errors_in_memory = [&](const HeadIndex& head, int tile) -> const float* {
-    if constexpr (!kHasDecay<Visibility>) return nullptr;
-    return reinterpret_cast<const float*>(factors_in_memory(head, tile) + Tile::FactorTile::kErrors);
-  };
-  [[maybe_unused]] const auto gates_in_memory = [&](const HeadIndex& head, int tile) -> const float* {
-    if (!kHasDecay<Visibility> || p.log_input_gate == nullptr) return nullptr;
-    return reinterpret_cast<const float*>(factors_in_memory(head, tile) + Tile::FactorTile::kGates);
-  };
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
@@ -474,9 +468,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
-          ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
+          int factor_bytes = Tile::kFactorBytes;
+          if constexpr (kHasDecay<Visibility> && Tile::kLoadsAllFactors) factor_bytes = Tile::FactorTile::bytes(p);
+          ring.expect(at, Tile::kStageBytes + factor_bytes);
           if constexpr (kHasDecay<Visibility>) {
-            ptx::bulk_load(factors(at), factors_in_memory(head, tile), Tile::kFactorBytes, ring.full(at));
+            ptx::bulk_load(factors(at), factors_in_memory(head, tile), factor_bytes, ring.full(at));
           }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
@@ -575,8 +571,9 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
             const auto of_visible = [&](uint32_t (&of_part)[2][Tile::kPart / 32], int part) {
               visible_keys(of_part, sees, kept, head.batch, tile * Tile::kParts + part, lane_row, t);
             };
-            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, errors_in_memory(head, tile), gates_in_memory(head, tile),
-                             tile * Tile::kKeys, p.exact_window, lane_row + p.causal_offset, shrink);
+            const uint8_t* in_memory = kHasDecay<Visibility> ? factors_in_memory(head, tile) : nullptr;
+            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, in_memory, p.log_input_gate != nullptr, tile * Tile::kKeys,
+                             p.exact_window, lane_row + p.causal_offset, shrink);
           } else if constexpr (kHidesKeys<Score, Visibility>) {
             hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
             rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
@@ -634,7 +631,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
             bool is_global = true;
 #pragma unroll
             for (int i = 0; i < Tile::kParts; ++i) is_global = is_global && parts.kind_of(tile * Tile::kParts + i) == TileKind::kWhole;
-            if (is_global) rows.weigh_global(score, decay, factors(at), gates_in_memory(head, tile));
+            if (is_global) rows.weigh_global(score, decay, factors(at));
             else weigh_masked(tile, factors(at));
             wgmma_wait<0>();
             keep(rows.o);
@@ -747,7 +744,7 @@ struct LaunchQuadraticFwdSm90 {
       if constexpr (kHasDecay<Visibility>) {
         fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
         key_factors = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
-        fill_key_factors<Score, Tile::kKeys>(p, key_factors, stream);
+        fill_key_factors<Score, Tile::kKeys, Tile::kLoadedColumns>(p, key_factors, stream);
       }
       fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, Direction::kForward, stream);
     }
