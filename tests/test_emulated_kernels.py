@@ -272,6 +272,12 @@ GATES = {
     "smallest": lambda x: torch.full_like(x, -60.0),
     "largest": lambda x: torch.full_like(x, 30.0),
 }
+
+
+def gated_window(*args, **options):
+    return Case("exact_window", "exact_window_decay_sm90", *args, **options)
+
+
 GATED = [
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, gate="ordinary"),
     Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", gate="far apart", padding=True),
@@ -293,33 +299,21 @@ GATED = [
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.5, gate="smallest", schedules=1),
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=1, hk=1, decay=-0.25, gate="largest", schedules=1),
     Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary", gate="ordinary"),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, h=4, hk=2, decay=-0.5, gate="smallest", schedules=1),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, hk=1, decay="ordinary", gate="far apart", dtype=torch.float16, backward=False),
     Case("flash", "flash_decay_sm90", 257, 300, 64, gate="far apart", padding=True),
     Case("flash", "flash_decay_sm90", 257, 300, 128, h=2, hk=1, decay="none, ordinary or strong", gate="ordinary", left=70),
-    Case(
-        "exact_window", "exact_window_decay_sm90", 300, 345, 64, h=4, hk=2, decay="ordinary", gate="ordinary", exact_window=40
-    ),
-    Case("exact_window", "exact_window_decay_sm90", 300, 345, 64, gate="far apart", exact_window=100, padding=True),
-    Case(
-        "exact_window",
-        "exact_window_decay_sm90",
-        300,
-        300,
-        128,
-        decay="none, ordinary or strong",
-        gate="ordinary",
-        exact_window=1,
-    ),
-    Case(
-        "exact_window",
-        "exact_window_decay_sm90",
-        420,
-        420,
-        32,
-        decay="weak",
-        gate="small",
-        exact_window=128,
-        packed=(0, 70, 71, 420),
-    ),
+    gated_window(300, 345, 64, h=4, hk=2, decay="ordinary", gate="ordinary", exact_window=40),
+    gated_window(300, 345, 64, gate="far apart", exact_window=100, padding=True),
+    gated_window(300, 300, 128, decay="none, ordinary or strong", gate="ordinary", exact_window=1),
+    gated_window(420, 420, 32, decay="weak", gate="small", exact_window=128, packed=(0, 70, 71, 420)),
+    # Whole tiles of global keys, with powers of keys from shared memory (96) or not (128).
+    gated_window(520, 520, 96, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=65, schedules=1),
+    gated_window(520, 540, 128, h=4, hk=2, decay="weak", gate="far apart", exact_window=129, schedules=1),
+    gated_window(300, 300, 128, h=2, hk=1, gate="ordinary", exact_window=64, padding=True, schedules=1),
+    gated_window(300, 300, 64, h=2, hk=1, decay=-0.25, gate="smallest", exact_window=2, schedules=1),
+    gated_window(300, 300, 128, h=1, hk=1, decay=-0.5, gate="largest", exact_window=40, schedules=1),
+    gated_window(300, 300, 64, hk=1, decay="ordinary", gate="ordinary", exact_window=40, decay_gradient=False),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, gate="ordinary"),
     Case("linear", "linear2_sm90", 300, 345, 64, h=2, hk=1, decay="ordinary", gate="far apart", padding=True),
     Case("linear", "linear2_sm90", 300, 345, 32, h=2, hk=1, decay="ordinary", gate="ordinary", lag=50, padding=True),
