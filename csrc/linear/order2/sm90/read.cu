@@ -645,9 +645,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         window_rows[m].template weigh<decltype(local)::value, decltype(masked)::value>(a, tile, decay, s, sums[m], shrink);
       };
       const auto weigh_masked = [&](auto masked) {
-        constexpr std::bool_constant<kDecayKind == DecayKind::kDecays> kGated;
+        using MayHaveGates = std::bool_constant<kDecayKind == DecayKind::kDecays>;
         if (rows_between + kTileRows <= a.window) weigh(OfLocalPairs<LocalPairs::kAll>(), masked, std::false_type());
-        else if (kGated && a.decay.is_gated()) weigh(OfLocalPairs<LocalPairs::kSome>(), masked, kGated);
+        else if (MayHaveGates::value && a.decay.is_gated()) weigh(OfLocalPairs<LocalPairs::kSome>(), masked, MayHaveGates());
         else weigh(OfLocalPairs<LocalPairs::kSome>(), masked, std::false_type());
       };
       if (tile.is_whole()) weigh_masked(std::false_type());
@@ -684,8 +684,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
           }
         }
       };
-      constexpr std::bool_constant<kDecayKind == DecayKind::kDecays> kGated;
-      if (kGated && a.decay.is_gated()) weigh(kGated);
+      using MayHaveGates = std::bool_constant<kDecayKind == DecayKind::kDecays>;
+      if (MayHaveGates::value && a.decay.is_gated()) weigh(MayHaveGates());
       else weigh(std::false_type());
 #pragma unroll
       for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
