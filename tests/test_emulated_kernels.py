@@ -336,6 +336,29 @@ GATED = [
     window_in_linear(300, 345, 64, h=2, hk=1, gate="far apart", exact_window=128, padding=True),
     window_in_linear(300, 300, 32, h=1, hk=1, decay="ordinary", gate="small", exact_window=3, packed=(0, 170, 300)),
     window_in_linear(560, 560, 128, h=1, hk=1, decay="weak", gate="ordinary", exact_window=200, schedules=1),
+    # Without the sums of pairs of queries, in segments, tiles that decay too much for factors of rows, states behind a pad.
+    Case("linear", "linear2_sm90", 300, 300, 32, h=1, hk=1, decay="ordinary", gate="ordinary", decay_gradient=False),
+    Case(
+        "linear",
+        "linear2_sm90",
+        520,
+        520,
+        64,
+        h=1,
+        hk=1,
+        decay="none, ordinary or strong",
+        gate="far apart",
+        multiprocessors=16,
+        schedules=1,
+    ),
+    Case("linear", "linear2_sm90", 300, 345, 64, h=2, hk=1, decay="none, ordinary or strong", gate="far apart", lag=2),
+    Case("linear", "linear2_sm90", 1090, 1160, 128, h=1, hk=1, decay="weak", gate="ordinary", padding=True, schedules=1),
+    window_in_linear(520, 520, 32, h=1, hk=1, gate="far apart", exact_window=250, schedules=1),
+    window_in_linear(300, 345, 32, h=4, hk=2, decay="ordinary", gate="ordinary", exact_window=64, padding=True),
+    window_in_linear(420, 420, 64, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=70, packed=(0, 70, 71, 200, 420)),
+    window_in_linear(300, 345, 64, h=1, hk=1, decay="ordinary", gate="far apart", exact_window=30, decay_gradient=False),
+    window_in_linear(300, 345, 128, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=100, padding=True, schedules=1),
+    window_in_linear(300, 300, 32, 40, h=1, hk=1, decay="ordinary", gate="ordinary", exact_window=30),
 ]
 
 
@@ -502,10 +525,10 @@ def nan_like(x):
     return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
 
 
-def wrong(actual, exact, of_decay=5e-3, of_others=5e-3):
+def wrong(actual, exact, of_decay=5e-3, of_others=5e-3, of_sums=1e-5):
     """Returns the results that differ, with their errors. Rounding to 16 bits costs 0.2%, products of rounded weights a little
-    more. `of_decay` is the limit for the gradients of log_decay and of gates."""
-    limits = {"z": 1e-5, "grad_log_decay": of_decay, "grad_log_input_gate": of_decay}
+    more. `of_decay` is the limit for the gradients of log_decay and of gates, `of_sums` for z."""
+    limits = {"z": of_sums, "grad_log_decay": of_decay, "grad_log_input_gate": of_decay}
     errors = {name: relative(x, exact[name]) for name, x in actual.items()}
     # Written so that a NaN is wrong.
     return {name: error for name, error in errors.items() if not error < limits.get(name, of_others)}
@@ -537,7 +560,10 @@ def test_input_gates_against_the_definition(library, case):
     for schedule in ADVERSARY_AND_RANDOM[GATED.index(case) % 2][-case.schedules :]:
         results = call.run(library, schedule)
         # Where few keys have nearly all of the weight, gradients of q and k are small differences.
-        assert wrong(results, call.exact, 1.5e-2, 8e-3) == {}, f"schedule {schedule}"
+        # With a lag, that of log_decay has the rounding error of o. Linear states round factors of keys to 16 bits: where
+        # many keys have the same gate, they are rounded alike.
+        limits = (3e-2 if case.lag > 0 else 1.5e-2, 8e-3, 2e-4 if case.kernels == "linear2_sm90" else 1e-5)
+        assert wrong(results, call.exact, *limits) == {}, f"schedule {schedule}"
         first = results if first is None else first
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
 
