@@ -5,6 +5,7 @@ quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks 
 
 import copy
 import fcntl
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -57,8 +58,9 @@ class Case:
     causal: bool = True
     padding: bool = False
     dropout: float = 0.0
-    decay: str | None = None
+    decay: str | float | None = None  # a number: of every token
     decay_gradient: bool = True
+    gate: str | None = None
     packed: tuple[int, ...] = ()  # where sequences begin and end
     left: int = -1
     right: int = -1
@@ -75,7 +77,7 @@ class Case:
 
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
-        options += ["without its gradient"] * (not self.decay_gradient)
+        options += ["without its gradient"] * (not self.decay_gradient) + [f"gate {self.gate}"] * (self.gate is not None)
         options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0) + ["fused"] * self.fused
         options += (
             [f"lim {self.lim}"] * (self.lim > 0)
@@ -262,6 +264,104 @@ CASES = [
 ]
 
 
+# Gates of keys, from numbers between 0 and 1. "far apart": the ends of the range, and beyond them.
+GATES = {
+    "ordinary": lambda x: 8 * x - 4,
+    "small": lambda x: 3 * x - 12,
+    "far apart": lambda x: torch.tensor([-70.0, -60.0, -5.0, 0.0, 3.0, 29.0, 31.0])[(7 * x).long()],
+    "smallest": lambda x: torch.full_like(x, -60.0),
+    "largest": lambda x: torch.full_like(x, 30.0),
+}
+
+
+def gated_window(*args, **options):
+    return Case("exact_window", "exact_window_decay_sm90", *args, **options)
+
+
+GATED = [
+    Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, gate="ordinary"),
+    Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", gate="far apart", padding=True),
+    Case("quadratic", "quadratic_decay_sm90", 200, 257, 128, decay="none, ordinary or strong", gate="ordinary", lag=3),
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, hk=1, decay="weak", gate="small", packed=(0, 100, 257, 300)),
+    Case(
+        "quadratic",
+        "quadratic_decay_sm90",
+        300,
+        300,
+        64,
+        hk=1,
+        decay="none, ordinary or strong",
+        gate="far apart",
+        decay_gradient=False,
+    ),
+    # Products of the smallest gate, or of the reciprocal of a sum of such weights, with what a tile of 64 or 128 tokens decays by.
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.25, gate="smallest", schedules=1),
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.5, gate="smallest", schedules=1),
+    Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=1, hk=1, decay=-0.25, gate="largest", schedules=1),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary", gate="ordinary"),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, h=4, hk=2, decay=-0.5, gate="smallest", schedules=1),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, hk=1, decay="ordinary", gate="far apart", dtype=torch.float16, backward=False),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, gate="far apart", padding=True),
+    Case("flash", "flash_decay_sm90", 257, 300, 128, h=2, hk=1, decay="none, ordinary or strong", gate="ordinary", left=70),
+    gated_window(300, 345, 64, h=4, hk=2, decay="ordinary", gate="ordinary", exact_window=40),
+    gated_window(300, 345, 64, gate="far apart", exact_window=100, padding=True),
+    gated_window(300, 300, 128, decay="none, ordinary or strong", gate="ordinary", exact_window=1),
+    gated_window(420, 420, 32, decay="weak", gate="small", exact_window=128, packed=(0, 70, 71, 420)),
+    # Whole tiles of global keys, with powers of keys from shared memory (96) or not (128).
+    gated_window(520, 520, 96, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=65, schedules=1),
+    gated_window(520, 540, 128, h=4, hk=2, decay="weak", gate="far apart", exact_window=129, schedules=1),
+    gated_window(300, 300, 128, h=2, hk=1, gate="ordinary", exact_window=64, padding=True, schedules=1),
+    gated_window(300, 300, 64, h=2, hk=1, decay=-0.25, gate="smallest", exact_window=2, schedules=1),
+    gated_window(300, 300, 128, h=1, hk=1, decay=-0.5, gate="largest", exact_window=40, schedules=1),
+    gated_window(300, 300, 64, hk=1, decay="ordinary", gate="ordinary", exact_window=40, decay_gradient=False),
+    Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, gate="ordinary"),
+    Case("linear", "linear2_sm90", 300, 345, 64, h=2, hk=1, decay="ordinary", gate="far apart", padding=True),
+    Case("linear", "linear2_sm90", 300, 345, 32, h=2, hk=1, decay="ordinary", gate="ordinary", lag=50, padding=True),
+    Case("linear", "linear2_sm90", 520, 540, 64, h=1, hk=1, decay="weak", gate="small", lag=128, schedules=1),
+    Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="none, ordinary or strong", gate="ordinary"),
+    Case(
+        "linear",
+        "linear2_sm90",
+        300,
+        300,
+        64,
+        hk=1,
+        decay="none, ordinary or strong",
+        gate="far apart",
+        packed=(0, 100, 257, 300),
+    ),
+    Case("linear", "linear2_sm90", 300, 300, 64, hk=1, gate="ordinary", packed=(0, 100, 257, 300)),
+    Case("linear", "linear2_sm90", 300, 300, 64, 128, h=2, hk=1, dropout=0.3, decay="ordinary", gate="ordinary"),
+    window_in_linear(300, 345, 64, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=40),
+    window_in_linear(300, 345, 64, h=2, hk=1, gate="far apart", exact_window=128, padding=True),
+    window_in_linear(300, 300, 32, h=1, hk=1, decay="ordinary", gate="small", exact_window=3, packed=(0, 170, 300)),
+    window_in_linear(560, 560, 128, h=1, hk=1, decay="weak", gate="ordinary", exact_window=200, schedules=1),
+    # Without the sums of pairs of queries, in segments, tiles that decay too much for factors of rows, states behind a pad.
+    Case("linear", "linear2_sm90", 300, 300, 32, h=1, hk=1, decay="ordinary", gate="ordinary", decay_gradient=False),
+    Case(
+        "linear",
+        "linear2_sm90",
+        520,
+        520,
+        64,
+        h=1,
+        hk=1,
+        decay="none, ordinary or strong",
+        gate="far apart",
+        multiprocessors=16,
+        schedules=1,
+    ),
+    Case("linear", "linear2_sm90", 300, 345, 64, h=2, hk=1, decay="none, ordinary or strong", gate="far apart", lag=2),
+    Case("linear", "linear2_sm90", 1090, 1160, 128, h=1, hk=1, decay="weak", gate="ordinary", padding=True, schedules=1),
+    window_in_linear(520, 520, 32, h=1, hk=1, gate="far apart", exact_window=250, schedules=1),
+    window_in_linear(300, 345, 32, h=4, hk=2, decay="ordinary", gate="ordinary", exact_window=64, padding=True),
+    window_in_linear(420, 420, 64, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=70, packed=(0, 70, 71, 200, 420)),
+    window_in_linear(300, 345, 64, h=1, hk=1, decay="ordinary", gate="far apart", exact_window=30, decay_gradient=False),
+    window_in_linear(300, 345, 128, h=2, hk=1, decay="ordinary", gate="ordinary", exact_window=100, padding=True, schedules=1),
+    window_in_linear(300, 300, 32, 40, h=1, hk=1, decay="ordinary", gate="ordinary", exact_window=30),
+]
+
+
 class Call:
     """The tensors of a case and its result in float64."""
 
@@ -274,7 +374,9 @@ class Call:
         if case.dropout > 0:
             options["noise"] = torch.randn(case.b, case.h, case.n, case.value_dim).to(case.dtype)
         if case.decay is not None:
-            options["log_decay"] = make_decay(case.decay, case.b, case.hk, case.m + case.lag)
+            options["log_decay"] = self._decay()
+        if case.gate is not None:
+            options["log_input_gate"] = GATES[case.gate](torch.rand(case.b, case.hk, case.m))
         if case.packed:
             bounds = torch.tensor(case.packed, dtype=torch.int32)
             sequence = sequence_of_token(bounds, case.n)
@@ -289,7 +391,12 @@ class Call:
         if case.lim > 0:
             self.q, self.k = (self._of_some_lengths(x) for x in (self.q, self.k))
             options["k_factor"] = eager.normalize_tokens(self.q, self.k, case.lim)[3]
-        self.exact = self._in_float64()
+        self.exact = self._in_float64() if case.gate is None else self._by_definition()
+
+    def _decay(self):
+        case = self.case
+        rows = case.b, case.hk, case.m + case.lag
+        return torch.full(rows, case.decay) if isinstance(case.decay, float) else make_decay(case.decay, *rows)
 
     def _of_some_lengths(self, x):
         """Returns random rows, most of which are between 0 and twice as long as lim; one is longer and one has zeros."""
@@ -330,6 +437,48 @@ class Call:
             exact |= {"grad_q": of_q, "grad_k": of_k}
         return exact if case.decay is None or not case.decay_gradient else exact | {"grad_log_decay": gradients[-1]}
 
+    def _by_definition(self):
+        """Returns the results and gradients in float64 by the matrix of all weights."""
+        case, options = self.case, self.options
+        leaves = {"q": self.q, "k": self.k, "v": self.v} | {
+            name: options[name] for name in ("log_decay", "log_input_gate") if name in options
+        }
+        leaves = {name: x.double().requires_grad_() for name, x in leaves.items()}
+        group = case.h // case.hk
+        k, v = (leaves[name].repeat_interleave(group, 1) for name in "kv")
+        s = SCALE * leaves["q"] @ k.mT
+        i, j = torch.arange(case.n).unsqueeze(-1) + case.m - case.n, torch.arange(case.m)
+        seen = (j <= i) & (i - j <= (case.left if case.left >= 0 else case.m))
+        if case.padding:
+            seen = seen & options["attention_mask"][:, None, None]
+        if case.packed:
+            seen = seen & (j >= options["k_start"].repeat_interleave(group, 1).unsqueeze(-1))
+        a0, a1, a2 = POLYNOMIAL
+        polynomial = a0 + a1 * s + (a2 * s * s if case.order == 2 else 0.0)
+        log_weight = s if case.algorithm == "flash" else polynomial.log()
+        gate = leaves["log_input_gate"].clamp(-60, 30).repeat_interleave(group, 1).unsqueeze(-2)
+        log_weight = torch.where(i - j < case.exact_window, s, log_weight + gate)
+        if case.decay is not None:
+            total = leaves["log_decay"].cumsum(-1).repeat_interleave(group, 1)
+            of_queries = total[..., case.lag + case.m - case.n :].unsqueeze(-1)
+            log_weight = log_weight + (of_queries - total[..., : case.m].unsqueeze(-2))
+        log_weight = log_weight.masked_fill(~seen, -torch.inf)
+        top = log_weight.detach().amax(-1, keepdim=True).clamp(min=-1e3)
+        weights = (log_weight - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        counts = (total != 0) & ((case.lag == 0) | ~(top + total.log() <= -100 * math.log(2)))  # NaN counts
+        o = torch.where(counts, weights / torch.where(counts, total, 1.0), 0.0) @ v
+        if "noise" in options:
+            o = o * (1 + case.dropout * options["noise"].double())
+        lse = torch.where(counts, top + torch.where(counts, total, 1.0).log(), -torch.inf).squeeze(-1)
+        z = lse if case.is_softmax or case.exact_window > 0 else lse.exp()
+        loss = (o * self.grad_o.double()).sum()
+        if self.grad_z is not None:
+            loss = loss + (z * self.grad_z.double()).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        found = {f"grad_{name}": x for name, x in zip(leaves, gradients, strict=True)}
+        return {"o": o.detach(), "z": z.detach(), **found}
+
     def _with_lag(self, given):
         case, tensors = self.case, ("attention_mask", "log_decay", "k_start")
         score = Score(SCALE, *POLYNOMIAL, case.order)
@@ -360,6 +509,8 @@ class Call:
             gradients = {f"grad_{name}": nan_like(x) for name, x in (("q", self.q), ("k", self.k), ("v", self.v))}
             if case.decay is not None and case.decay_gradient:
                 gradients["grad_log_decay"] = nan_like(given["log_decay"])
+            if case.gate is not None:
+                gradients["grad_log_input_gate"] = nan_like(given["log_input_gate"])
             given |= results | {"grad_o": self.grad_o, "grad_z": self.grad_z}
             assert library.run(case.table, "backward", given | gradients, **numbers) == case.backward_kernels
             results |= gradients
@@ -374,13 +525,13 @@ def nan_like(x):
     return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
 
 
-def wrong(actual, exact, of_decay=5e-3):
+def wrong(actual, exact, of_decay=5e-3, of_others=5e-3, of_sums=1e-5):
     """Returns the results that differ, with their errors. Rounding to 16 bits costs 0.2%, products of rounded weights a little
-    more. `of_decay` is the limit for the gradient of log_decay."""
-    limits = {"z": 1e-5, "grad_log_decay": of_decay}
+    more. `of_decay` is the limit for the gradients of log_decay and of gates, `of_sums` for z."""
+    limits = {"z": of_sums, "grad_log_decay": of_decay, "grad_log_input_gate": of_decay}
     errors = {name: relative(x, exact[name]) for name, x in actual.items()}
     # Written so that a NaN is wrong.
-    return {name: error for name, error in errors.items() if not error < limits.get(name, 5e-3)}
+    return {name: error for name, error in errors.items() if not error < limits.get(name, of_others)}
 
 
 # ---- against float64
@@ -399,6 +550,21 @@ def test_against_float64(library, case):
         assert wrong(results, call.exact, 1.5e-2 if case.lag > 0 else 1e-2 if small else 5e-3) == {}, f"schedule {schedule}"
         if first is None:
             first = results
+        assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
+
+
+@pytest.mark.parametrize("case", GATED, ids=str)
+def test_input_gates_against_the_definition(library, case):
+    call = Call(case)
+    first = None
+    for schedule in ADVERSARY_AND_RANDOM[GATED.index(case) % 2][-case.schedules :]:
+        results = call.run(library, schedule)
+        # Where few keys have nearly all of the weight, gradients of q and k are small differences.
+        # With a lag, that of log_decay has the rounding error of o. Linear states round factors of keys to 16 bits: where
+        # many keys have the same gate, they are rounded alike.
+        limits = (3e-2 if case.lag > 0 else 1.5e-2, 8e-3, 2e-4 if case.kernels == "linear2_sm90" else 1e-5)
+        assert wrong(results, call.exact, *limits) == {}, f"schedule {schedule}"
+        first = results if first is None else first
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
 
 
@@ -446,6 +612,32 @@ def test_decays_of_nan(library, case):
     if case.padding:  # the last two NaN alone are behind a key
         call.options["attention_mask"][:, : case.m - 200] = False
     call.exact = call._in_float64()
+    results = call.run(library, 1)
+    for name, x in results.items():
+        is_nan = call.exact[name].isnan()
+        assert 0 < is_nan.sum() < is_nan.numel() and torch.equal(x.isnan(), is_nan), name
+        results[name], call.exact[name] = x.nan_to_num(nan=0.0), call.exact[name].nan_to_num(nan=0.0)
+    assert wrong(results, call.exact) == {}
+
+
+NAN_GATE_CASES = [
+    Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary", gate="ordinary", padding=True),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, gate="ordinary", left=70),
+    Case("exact_window", "exact_window_decay_sm90", 300, 345, 64, decay="ordinary", gate="ordinary", exact_window=40),
+    Case("linear", "linear2_sm90", 300, 300, 64, hk=1, gate="ordinary", packed=(0, 90, 130, 300)),
+    Case("linear", "linear2_sm90", 300, 345, 32, h=1, hk=1, decay="ordinary", gate="ordinary", lag=20),
+]
+
+
+@pytest.mark.parametrize("case", NAN_GATE_CASES, ids=str)
+def test_gates_of_nan(library, case):
+    """Rows that see a key with a NaN gate are NaN where the gate applies, and no others."""
+    call = Call(replace(case, backward=False))
+    call.options["log_input_gate"][..., [100, 120]] = torch.nan
+    call.options["log_input_gate"][:, -1, case.m - 1] = torch.nan
+    if case.padding:
+        call.options["attention_mask"][:, 120] = False
+    call.exact = call._by_definition()
     results = call.run(library, 1)
     for name, x in results.items():
         is_nan = call.exact[name].isnan()

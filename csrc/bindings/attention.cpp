@@ -34,12 +34,12 @@ struct Noise {
 };
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                   const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
-                                   const OptionalTensor& k_start, const OptionalTensor& k_end,
+                                   const OptionalTensor& drop_noise, const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                   const OptionalTensor& k_end, const OptionalTensor& log_input_gate,
                                    double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
                                    const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_kernels_cover(inputs);
@@ -66,10 +66,10 @@ template <bool kOfDecay>
 GradientResults<kOfDecay> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& log_decay,
-    const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
+    const OptionalTensor& k_start, const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0, double a1,
     double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
@@ -79,7 +79,7 @@ GradientResults<kOfDecay> backward(
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
-  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) return as_results<kOfDecay>(zero_gradients(q_in, k_in, v_in, log_decay));
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) return as_results<kOfDecay>(zero_gradients(inputs));
 
   const Operands x(inputs);
   const Noise noise(drop_noise, q_in);

@@ -48,6 +48,7 @@ inline const Algorithm& choose(const std::string& name, const AttentionInputs& x
   p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
   p.k_start = Operands::bounds(x.k_start), p.k_end = Operands::bounds(x.k_end);
   p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
+  p.log_input_gate = x.log_input_gate.has_value() ? static_cast<const float*>(x.log_input_gate->data_ptr()) : nullptr;
   p.attention_mask = x.attention_mask.has_value() ? static_cast<const uint8_t*>(x.attention_mask->data_ptr()) : nullptr;
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }

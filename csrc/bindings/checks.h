@@ -29,7 +29,7 @@ std::string shape_text(const Sizes& sizes) {
 // The inputs of an attention operator, without options, results and their gradients.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
-  const OptionalTensor &attention_mask, &log_decay, &k_start, &k_end;
+  const OptionalTensor &attention_mask, &log_decay, &log_input_gate, &k_start, &k_end;
 };
 
 // For inputs that an operator does not have.
@@ -93,8 +93,10 @@ inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
   check_attention(x.q, x.k, x.v, x.attention_mask, scale, causal);
   const int64_t hk = x.k.size(1), n = x.q.size(2), m = x.k.size(2);
   const bool wide = x.q.scalar_type() == ScalarType::Double;
-  check_per_token("log_decay", x.log_decay, wide ? ScalarType::Double : ScalarType::Float, wide ? "float64" : "float32", hk, m, x.q);
-  FASTMAX_CHECK(causal || !x.log_decay.has_value(), "log_decay needs causal = True");
+  for (const auto& [name, tensor] : {std::pair("log_decay", &x.log_decay), std::pair("log_input_gate", &x.log_input_gate)}) {
+    check_per_token(name, *tensor, wide ? ScalarType::Double : ScalarType::Float, wide ? "float64" : "float32", hk, m, x.q);
+    FASTMAX_CHECK(causal || !tensor->has_value(), name, " needs causal = True");
+  }
   check_per_token("k_start", x.k_start, ScalarType::Int, "int32", hk, n, x.q);
   check_per_token("k_end", x.k_end, ScalarType::Int, "int32", hk, n, x.q);
 }

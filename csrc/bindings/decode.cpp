@@ -24,8 +24,9 @@ namespace {
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
-                const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, int64_t order) {
-  check_inputs({q, k, v, attention_mask, log_decay, kNotGiven, kNotGiven}, scale, /*causal=*/true);
+                const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale,
+                int64_t order) {
+  check_inputs({q, k, v, attention_mask, log_decay, log_input_gate, kNotGiven, kNotGiven}, scale, /*causal=*/true);
   FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
   check_state(q, k, v, kv_state, k_sum, order);
@@ -45,9 +46,10 @@ Tensor empty_output(const Tensor& q, const Tensor& v) {
 
 DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                        const Tensor& new_kv_state, const Tensor& new_k_sum, const OptionalTensor& attention_mask,
-                       const OptionalTensor& log_decay, const Tensor& o, double scale, double a0, double a1, double a2, int64_t order) {
+                       const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, const Tensor& o, double scale, double a0,
+                       double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
-  const bool has_mask = attention_mask.has_value(), has_decay = log_decay.has_value();
+  const bool has_mask = attention_mask.has_value(), has_decay = log_decay.has_value(), has_gate = log_input_gate.has_value();
   DecodeParams p{};
   p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk);
   p.d = static_cast<int>(d), p.dv = static_cast<int>(dv), p.order = static_cast<int>(order);
@@ -61,6 +63,8 @@ DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   p.mask_stride = has_mask ? attention_mask->stride(0) : 0;
   p.log_decay = has_decay ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;
   p.decay_batch_stride = has_decay ? log_decay->stride(0) : 0, p.decay_head_stride = has_decay ? log_decay->stride(1) : 0;
+  p.log_input_gate = has_gate ? static_cast<const float*>(log_input_gate->data_ptr()) : nullptr;
+  p.gate_batch_stride = has_gate ? log_input_gate->stride(0) : 0, p.gate_head_stride = has_gate ? log_input_gate->stride(1) : 0;
   p.kv_state = static_cast<const float*>(kv_state.data_ptr()), p.new_kv_state = static_cast<float*>(new_kv_state.data_ptr());
   p.k_sum = static_cast<const float*>(k_sum.data_ptr()), p.new_k_sum = static_cast<float*>(new_k_sum.data_ptr());
   p.o = o.data_ptr();
@@ -75,10 +79,11 @@ void print_kernel(const char* name, const DecodeParams& p) {
 // Writes the new state to new_kv_state and new_k_sum, which may be kv_state and k_sum themselves. Returns o.
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                const Tensor& new_kv_state, const Tensor& new_k_sum, const OptionalTensor& attention_mask,
-               const OptionalTensor& log_decay, double scale, double a0, double a1, double a2, int64_t order) {
+               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2,
+               int64_t order) {
   const Tensor o = empty_output(q, v);
   const DecodeParams p =
-      params_of(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, o, scale, a0, a1, a2, order);
+      params_of(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, log_input_gate, o, scale, a0, a1, a2, order);
   print_kernel("decode_step: decode_sm80", p);
   if (p.b > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
@@ -86,22 +91,25 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state_in,
                                                const Tensor& k_sum_in, const OptionalTensor& attention_mask,
-                                               const OptionalTensor& log_decay, double scale, double a0, double a1, double a2,
+                                               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale,
+                                               double a0, double a1, double a2,
                                                int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, kv_state_in, k_sum_in, attention_mask, log_decay, scale, order);
+  check_step(q, k, v, kv_state_in, k_sum_in, attention_mask, log_decay, log_input_gate, scale, order);
   check_covered(q, v);
   const Tensor kv_state = dense(kv_state_in), k_sum = dense(k_sum_in);
   const Tensor new_kv_state = torch::stable::empty_like(kv_state), new_k_sum = torch::stable::empty_like(k_sum);
-  const Tensor o = advance(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, scale, a0, a1, a2, order);
+  const Tensor o = advance(q, k, v, kv_state, k_sum, new_kv_state, new_k_sum, attention_mask, log_decay, log_input_gate, scale, a0, a1, a2,
+                           order);
   return {o, new_kv_state, new_k_sum};
 }
 
 Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
-                            const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, double a0,
+                            const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
+                            double scale, double a0,
                             double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, scale, order);
+  check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, order);
   FASTMAX_CHECK(kv_state.is_contiguous() && k_sum.is_contiguous(),
                   "kv_state and k_sum must be contiguous to be written in place");
   FASTMAX_CHECK(!overlap(kv_state, k_sum), "kv_state and k_sum must not overlap to be written in place");
@@ -109,15 +117,17 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
     FASTMAX_CHECK(!overlap(kv_state, x) && !overlap(k_sum, x),
                     "q, k and v must not overlap kv_state and k_sum, which are written in place");
   }
-  FASTMAX_CHECK(!log_decay.has_value() || (!overlap(kv_state, *log_decay) && !overlap(k_sum, *log_decay)),
-                  "log_decay must not overlap kv_state and k_sum, which are written in place");
+  for (const auto& [name, x] : {std::pair("log_decay", &log_decay), std::pair("log_input_gate", &log_input_gate)}) {
+    FASTMAX_CHECK(!x->has_value() || (!overlap(kv_state, **x) && !overlap(k_sum, **x)), name,
+                  " must not overlap kv_state and k_sum, which are written in place");
+  }
   check_covered(q, v);
-  return advance(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, scale, a0, a1, a2, order);
+  return advance(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, a0, a1, a2, order);
 }
 
 // The buffers of local and buffered tokens in a state.
 struct LocalTokens {
-  const Tensor &keys, &values, &mask, &decays, &buffered;
+  const Tensor &keys, &values, &mask, &decays, &gates, &buffered;
 };
 
 void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
@@ -130,12 +140,14 @@ void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, con
   check_shape("local_values", local.values, {b, hk, places, v.size(3)});
   check_shape("local_mask", local.mask, {b, hk, places});
   check_shape("local_decays", local.decays, {b, hk, places});
+  check_shape("local_gates", local.gates, {b, hk, places});
   check_shape("buffered", local.buffered, {b, hk});
   const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"local_keys", &local.keys, q.scalar_type()},
                                                                          {"local_values", &local.values, q.scalar_type()},
                                                                          {"local_mask", &local.mask, ScalarType::Bool},
                                                                          {"local_decays", &local.decays, wide},
+                                                                         {"local_gates", &local.gates, wide},
                                                                          {"buffered", &local.buffered, ScalarType::Int}};
   for (const auto& [name, x, dtype] : expected) {
     check_device(name, *x, q);
@@ -146,16 +158,18 @@ void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, con
 
 Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                               const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
-                              const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
+                              const Tensor& local_gates, const Tensor& buffered, const OptionalTensor& attention_mask,
+                              const OptionalTensor& log_decay,
+                              const OptionalTensor& log_input_gate,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, scale, order);
-  check_local({local_keys, local_values, local_mask, local_decays, buffered}, q, k, v, exact_window);
+  check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, order);
+  check_local({local_keys, local_values, local_mask, local_decays, local_gates, buffered}, q, k, v, exact_window);
   FASTMAX_CHECK(kv_state.is_contiguous() && k_sum.is_contiguous(),
                   "kv_state and k_sum must be contiguous to be written in place");
-  const Tensor* const written[] = {&kv_state, &k_sum, &local_keys, &local_values, &local_mask, &local_decays, &buffered};
+  const Tensor* const written[] = {&kv_state, &k_sum, &local_keys, &local_values, &local_mask, &local_decays, &local_gates, &buffered};
   const Tensor* const read[] = {&q, &k, &v, attention_mask.has_value() ? &*attention_mask : nullptr,
-                                log_decay.has_value() ? &*log_decay : nullptr};
+                                log_decay.has_value() ? &*log_decay : nullptr, log_input_gate.has_value() ? &*log_input_gate : nullptr};
   for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
     for (const Tensor* const* y = x + 1; y != std::end(written); ++y) {
       FASTMAX_CHECK(!overlap(**x, **y), "the tensors of the state must not overlap to be written in place");
@@ -170,10 +184,11 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
   const int device = q.get_device_index();
   const Tensor o = empty_output(q, v);
   BufferedParams p{};
-  p.step = params_of(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, o, scale, a0, a1, a2, order);
+  p.step = params_of(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, log_input_gate, o, scale, a0, a1, a2, order);
   p.exact_window = static_cast<int>(exact_window), p.flush_interval = static_cast<int>(places - exact_window);
   p.local_keys = local_keys.data_ptr(), p.local_values = local_values.data_ptr();
   p.local_mask = static_cast<uint8_t*>(local_mask.data_ptr()), p.local_decays = static_cast<float*>(local_decays.data_ptr());
+  p.local_gates = static_cast<float*>(local_gates.data_ptr());
   p.buffered = static_cast<int*>(buffered.data_ptr());
   print_kernel("buffered_step_: buffered_sm80", p.step);
   if (p.step.b == 0) return o;

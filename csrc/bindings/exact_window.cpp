@@ -121,9 +121,9 @@ struct GlobalKeys {
 struct GlobalCall {
   const GlobalKeys& part;
   Tensor q, k, v;
-  OptionalTensor attention_mask, log_decay, k_start;
+  OptionalTensor attention_mask, log_decay, log_input_gate, k_start;
   const Options& options;
-  AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, kNotGiven};
+  AttentionInputs inputs{q, k, v, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   const Algorithm& algorithm;
   Operands operands;
 
@@ -134,6 +134,7 @@ struct GlobalCall {
         v(part.of_keys(x.v)),
         attention_mask(tokens(x.attention_mask, 1, 0, part.keys)),
         log_decay(x.log_decay),
+        log_input_gate(tokens(x.log_input_gate, 2, 0, part.keys)),
         k_start(part.of_queries(x.k_start)),
         options(options),
         algorithm(choose(options.algorithm, inputs, /*causal=*/true, options.polynomial.order)),
@@ -176,7 +177,7 @@ struct Denominators {
     DenominatorParams p{};
     p.b = static_cast<int>(call.q.size(0)), p.h = static_cast<int>(call.q.size(1)), p.hk = static_cast<int>(call.k.size(1));
     p.n = static_cast<int>(call.part.queries), p.causal_offset = static_cast<int>(call.part.keys - call.part.queries);
-    p.has_decay = call.log_decay.has_value();
+    p.has_decay = call.log_decay.has_value() || call.log_input_gate.has_value();
     p.lse = static_cast<const float*>(lse.data_ptr()), p.lse_stride = stride_of(lse);
     p.k_start = Operands::bounds(call.k_start);
     p.z = static_cast<float*>(z.data_ptr());
@@ -205,6 +206,7 @@ void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor&
                               denominators.grad_z, /*wants_decay=*/false);
     gradients.fill(p);
     if (p.log_decay != nullptr && wants_decay) p.grad_log_decay = static_cast<float*>(sums.log_decay.data_ptr());
+    if (p.log_input_gate != nullptr && wants_decay) p.grad_log_input_gate = static_cast<float*>(sums.log_input_gate.data_ptr());
     p.adds = true;
     return run("exact_window_backward", call.algorithm, p, call.device());
   }
@@ -213,11 +215,12 @@ void add_global_gradients(const GlobalCall& call, const Tensor& o, const Tensor&
   run("exact_window_backward", call.algorithm, p, call.device());
   add(gradients.grad_q.result(), sums.q), add(gradients.grad_k.result(), sums.k), add(gradients.grad_v.result(), sums.v);
   if (p.grad_log_decay != nullptr) add(gradients.grad_log_decay, sums.log_decay);
+  if (p.grad_log_input_gate != nullptr) add(gradients.grad_log_input_gate, sums.log_input_gate);
 }
 
 std::tuple<Tensor, Tensor> forward_by_parts(const AttentionInputs& x, const Options& options) {
-  const auto [o, lse] = flash_forward(x.q, x.k, x.v, x.attention_mask, x.log_decay, x.k_start, x.k_end, options.scale, /*causal=*/true,
-                                      /*left=*/options.window - 1, /*right=*/-1, options.allow_tf32);
+  const auto [o, lse] = flash_forward(x.q, x.k, x.v, x.attention_mask, x.log_decay, x.k_start, x.k_end, kNotGiven, options.scale,
+                                      /*causal=*/true, /*left=*/options.window - 1, /*right=*/-1, options.allow_tf32);
   const GlobalKeys part(x, options.window);
   if (part.exist()) join_global_keys(GlobalCall(x, part, options), part.of_queries(o), part.of_queries(lse));
   return {o, lse};
@@ -225,25 +228,34 @@ std::tuple<Tensor, Tensor> forward_by_parts(const AttentionInputs& x, const Opti
 
 InputGradients backward_by_parts(const AttentionInputs& x, const Options& options, const Tensor& grad_o, const OptionalTensor& grad_lse,
                                  const Tensor& o, const Tensor& lse, bool wants_decay) {
-  const InputGradients sums = flash_gradients(grad_o, grad_lse, x, o, lse, options.scale, /*causal=*/true,
-                                              {/*left=*/options.window - 1, /*right=*/-1}, options.allow_tf32, wants_decay);
+  const AttentionInputs local{x.q, x.k, x.v, x.attention_mask, x.log_decay, kNotGiven, x.k_start, x.k_end};
+  InputGradients sums = flash_gradients(grad_o, grad_lse, local, o, lse, options.scale, /*causal=*/true,
+                                        {/*left=*/options.window - 1, /*right=*/-1}, options.allow_tf32, wants_decay);
+  if (wants_decay) sums.log_input_gate = zero_token_gradient(x.log_input_gate, x.q);
   const GlobalKeys part(x, options.window);
   if (part.exist()) {
     const GlobalCall call(x, part, options);
     const Denominators denominators(call, part.of_queries(lse), part.of_queries(grad_lse));
+    // Kernels write the gradient of the gates densely.
+    const Tensor of_gates = wants_decay ? zero_token_gradient(call.log_input_gate, x.q) : sums.log_input_gate;
     add_global_gradients(call, part.of_queries(o), part.of_queries(grad_o), denominators,
-                         {part.of_queries(sums.q), part.of_keys(sums.k), part.of_keys(sums.v), sums.log_decay}, wants_decay);
+                         {part.of_queries(sums.q), part.of_keys(sums.k), part.of_keys(sums.v), sums.log_decay, of_gates}, wants_decay);
+    if (wants_decay && call.log_input_gate.has_value()) {
+      Tensor written = part.of_keys(sums.log_input_gate);
+      torch::stable::copy_(written, of_gates);
+    }
   }
   return sums;
 }
 
 std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask,
                                                 const OptionalTensor& log_decay, const OptionalTensor& k_start,
-                                                const OptionalTensor& k_end, double scale, double a0, double a1, double a2,
+                                                const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0,
+                                                double a1, double a2,
                                                 int64_t order, bool causal, const std::string& algorithm, int64_t exact_window,
                                                 bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end};
   const Options options{scale, {a0, a1, a2, order}, algorithm, exact_window, allow_tf32};
   check(inputs, options, causal);
   if (auto results = forward_in_one_pass(inputs, options)) return *results;
@@ -254,10 +266,11 @@ template <bool kOfDecay>
 GradientResults<kOfDecay> exact_window_backward(
     const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
     const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start,
-    const OptionalTensor& k_end, double scale, double a0, double a1, double a2, int64_t order, bool causal, const std::string& algorithm,
+    const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2, int64_t order,
+    bool causal, const std::string& algorithm,
     int64_t exact_window, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end};
   const Options options{scale, {a0, a1, a2, order}, algorithm, exact_window, allow_tf32};
   check(inputs, options, causal);
   check_results(q, v, o, grad_o, "lse", lse);

@@ -30,10 +30,11 @@ void check_window(Window window) {
 
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                          const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                         const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, bool causal,
+                                         const OptionalTensor& k_start, const OptionalTensor& k_end, const OptionalTensor& log_input_gate,
+                                         double scale, bool causal,
                                          int64_t left, int64_t right, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, k_end};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_window({left, right});
   check_kernels_cover(inputs);
@@ -54,7 +55,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
 
 InputGradients flash_gradients(const Tensor& grad_o, const OptionalTensor& grad_lse, const AttentionInputs& inputs, const Tensor& o,
                                const Tensor& lse, double scale, bool causal, Window window, bool allow_tf32, bool wants_decay) {
-  const auto& [q, k, v, attention_mask, log_decay, k_start, k_end] = inputs;
+  const auto& [q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end] = inputs;
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_inputs(inputs, scale, causal);
   check_window(window);
@@ -63,7 +64,7 @@ InputGradients flash_gradients(const Tensor& grad_o, const OptionalTensor& grad_
   check_kernels_cover(inputs);
   check_float("lse", lse);
   if (grad_lse.has_value()) check_float("grad_lse", *grad_lse);
-  if (is_empty(q) || is_empty(k) || is_empty(v)) return zero_gradients(q, k, v, log_decay);
+  if (is_empty(q) || is_empty(k) || is_empty(v)) return zero_gradients(inputs);
 
   const Operands x(inputs);
   const Gradients gradients(q, k, v, x, o, grad_o, lse, grad_lse, wants_decay);
@@ -80,8 +81,10 @@ template <bool kOfDecay>
 GradientResults<kOfDecay> flash_backward(const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
                                          const Tensor& v, const Tensor& o, const Tensor& lse, const OptionalTensor& attention_mask,
                                          const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end,
+                                         const OptionalTensor& log_input_gate,
                                          double scale, bool causal, int64_t left, int64_t right, bool allow_tf32) {
-  return as_results<kOfDecay>(flash_gradients(grad_o, grad_lse, {q, k, v, attention_mask, log_decay, k_start, k_end}, o, lse, scale, causal,
+  return as_results<kOfDecay>(flash_gradients(grad_o, grad_lse, {q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end}, o,
+                                              lse, scale, causal,
                                               {left, right}, allow_tf32, kOfDecay));
 }
 

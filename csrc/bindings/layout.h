@@ -104,11 +104,13 @@ struct Output {
 // The gradient of an absent input: a tensor without elements.
 inline Tensor no_elements(const Tensor& like) { return empty_strided({0}, {1}, like.scalar_type(), like.get_device_index()); }
 
-// The gradient of log_decay in a call without tokens.
-inline Tensor zero_decay_gradient(const OptionalTensor& log_decay, const Tensor& q) {
-  if (!log_decay.has_value()) return no_elements(q);
-  Tensor x = empty_dense(*log_decay, log_decay->scalar_type());
-  return torch::stable::zero_(x);
+// The gradient of an input with a number per token, uninitialised; in a call without tokens, of zeros.
+inline Tensor empty_token_gradient(const OptionalTensor& x, const Tensor& like) {
+  return x.has_value() ? empty_dense(*x, x->scalar_type()) : no_elements(like);
+}
+inline Tensor zero_token_gradient(const OptionalTensor& x, const Tensor& like) {
+  Tensor gradient = empty_token_gradient(x, like);
+  return torch::stable::zero_(gradient);
 }
 
 // The range of memory that a tensor covers.

@@ -48,7 +48,7 @@ struct Call {
       : q(unexpanded(q_in)),
         k(unexpanded(k_in)),
         v(unexpanded(v_in)),
-        x({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven}),
+        x({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven, kNotGiven}),
         lim(lim),
         scale(scale),
         polynomial{a0, a1, 0, 1} {}
@@ -77,7 +77,7 @@ struct Call {
 std::tuple<Tensor, Tensor, Tensor> normalized_forward(const Tensor& q, const Tensor& k, const Tensor& v, double lim, double scale, double a0,
                                                       double a1) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_call({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven}, lim, scale);
+  check_call({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven, kNotGiven}, lim, scale);
   FASTMAX_CHECK(k.numel() <= kMaxNormalizedRows * k.size(3), "k must have at most ", kMaxNormalizedRows, " rows");
   Tensor z = empty_per_query(q), k_factor = empty_per_query(k);
   if (is_empty(q) || is_empty(k) || is_empty(v)) {
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> normalized_backward(const Tensor& grad_o, con
                                                        const Tensor& v, const Tensor& o, const Tensor& z, const Tensor& k_factor,
                                                        double lim, double scale, double a0, double a1) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_call({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven}, lim, scale);
+  check_call({q, k, v, kNotGiven, kNotGiven, kNotGiven, kNotGiven, kNotGiven}, lim, scale);
   check_results(q, v, o, grad_o, "z", z);
   check_float("z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q), check_float("grad_z", *grad_z);

@@ -52,7 +52,7 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
 // q, k, v and the inputs that accompany their tokens, as the kernels read them.
 struct Operands {
   Tensor q, k, v;
-  OptionalTensor mask, k_start, k_end, log_decay;
+  OptionalTensor mask, k_start, k_end, log_decay, log_input_gate;
 
   explicit Operands(const AttentionInputs& x)
       : q(readable(x.q)),
@@ -61,7 +61,8 @@ struct Operands {
         mask(x.attention_mask),
         k_start(x.k_start),
         k_end(x.k_end),
-        log_decay(x.log_decay) {
+        log_decay(x.log_decay),
+        log_input_gate(x.log_input_gate) {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
 
@@ -80,6 +81,8 @@ struct Operands {
     p.k_start = bounds(k_start), p.k_end = bounds(k_end);
     p.log_decay = log_decay.has_value() ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;
     p.log_decay_stride = log_decay.has_value() ? stride_of(*log_decay) : Stride{};
+    p.log_input_gate = log_input_gate.has_value() ? static_cast<const float*>(log_input_gate->data_ptr()) : nullptr;
+    p.log_input_gate_stride = log_input_gate.has_value() ? stride_of(*log_input_gate) : Stride{};
   }
 };
 
@@ -104,22 +107,23 @@ inline Tensor empty_per_query(const Tensor& q) {
 
 // The results of a backward.
 struct InputGradients {
-  Tensor q, k, v, log_decay;  // log_decay: without elements if the call has none, and unspecified if its gradient is not wanted
+  // log_decay, log_input_gate: without elements if the call has none, and unspecified if their gradients are not wanted.
+  Tensor q, k, v, log_decay, log_input_gate;
 };
 
-// The results as an operator returns them: the gradients of q, k and v, and with kOfDecay of log_decay.
+// The results as an operator returns them: the gradients of q, k and v, and with kOfDecay of log_decay and log_input_gate.
 template <bool kOfDecay>
 auto as_results(const InputGradients& x) {
-  if constexpr (kOfDecay) return std::tuple(x.q, x.k, x.v, x.log_decay);
+  if constexpr (kOfDecay) return std::tuple(x.q, x.k, x.v, x.log_decay, x.log_input_gate);
   else return std::tuple(x.q, x.k, x.v);
 }
 template <bool kOfDecay>
 using GradientResults = decltype(as_results<kOfDecay>(std::declval<InputGradients>()));
 
 // The results of a call without queries, keys or columns.
-inline InputGradients zero_gradients(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& log_decay) {
-  return {zeros_like_layout(q, q.size(3)), zeros_like_layout(k, k.size(3)), zeros_like_layout(v, v.size(3)),
-          zero_decay_gradient(log_decay, q)};
+inline InputGradients zero_gradients(const AttentionInputs& x) {
+  return {zeros_like_layout(x.q, x.q.size(3)), zeros_like_layout(x.k, x.k.size(3)), zeros_like_layout(x.v, x.v.size(3)),
+          zero_token_gradient(x.log_decay, x.q), zero_token_gradient(x.log_input_gate, x.q)};
 }
 
 // The gradients of q, k and v, and the forward's results and grad_o as the kernels read them.
@@ -127,7 +131,7 @@ struct Gradients {
   Tensor o, grad_o, z;
   OptionalTensor grad_z;
   Output grad_q, grad_k, grad_v;
-  Tensor grad_log_decay;  // without elements if there is no log_decay, or its gradient is not wanted
+  Tensor grad_log_decay, grad_log_input_gate;  // without elements where there is no such input, or its gradient is not wanted
 
   struct Outputs {
     Output q, k, v;
@@ -140,7 +144,8 @@ struct Gradients {
         grad_q(grads.q),
         grad_k(grads.k),
         grad_v(grads.v),
-        grad_log_decay(x.log_decay.has_value() && wants_decay ? empty_dense(*x.log_decay, ScalarType::Float) : no_elements(o_in)) {
+        grad_log_decay(wants_decay ? empty_token_gradient(x.log_decay, o_in) : no_elements(o_in)),
+        grad_log_input_gate(wants_decay ? empty_token_gradient(x.log_input_gate, o_in) : no_elements(o_in)) {
     if (grad_z_in.has_value()) grad_z = dense(*grad_z_in);
   }
   Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
@@ -148,7 +153,7 @@ struct Gradients {
       : Gradients({Output(q_in, q_in.size(3), x.q.size(3)), Output(k_in, k_in.size(3), x.k.size(3)), Output(v_in, v_in.size(3), x.v.size(3))},
                   x, o_in, grad_o_in, z_in, grad_z_in, wants_decay) {}
 
-  InputGradients results() const { return {grad_q.result(), grad_k.result(), grad_v.result(), grad_log_decay}; }
+  InputGradients results() const { return {grad_q.result(), grad_k.result(), grad_v.result(), grad_log_decay, grad_log_input_gate}; }
 
   void fill(BwdParams& p) const {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);
@@ -159,6 +164,7 @@ struct Gradients {
     p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
     p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
     p.grad_log_decay = grad_log_decay.numel() > 0 ? static_cast<float*>(grad_log_decay.data_ptr()) : nullptr;
+    p.grad_log_input_gate = grad_log_input_gate.numel() > 0 ? static_cast<float*>(grad_log_input_gate.data_ptr()) : nullptr;
   }
 };
 

@@ -49,11 +49,12 @@ CarriedState carried(const Tensor& kv_state, const Tensor& k_sum, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                                   const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in,
+                                                   const OptionalTensor& k_start, const OptionalTensor& log_input_gate,
+                                                   const Tensor& kv_state_in, const Tensor& k_sum_in,
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_state(q_in, k_in, v_in, kv_state_in, k_sum_in, order, "kv_state", "k_sum");
   check_kernels_cover(inputs);
@@ -144,11 +145,12 @@ std::pair<Tensor, Tensor> zero_state(const Tensor& k, const Tensor& v, int64_t o
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                 const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale, double a0,
+                                                 const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                 const OptionalTensor& log_input_gate, double scale, double a0,
                                                  double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   const int device = cuda_device_of("k", k_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_kernels_cover(inputs);
   const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
@@ -193,15 +195,16 @@ Tensor dense_or_zeros(const OptionalTensor& x, const Tensor& like) {
   return torch::stable::zero_(zeros);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_kv_state_in,
     const OptionalTensor& grad_new_k_sum_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& new_kv_state_in, const OptionalTensor& new_k_sum_in, const OptionalTensor& attention_mask,
-    const OptionalTensor& log_decay, const OptionalTensor& k_start, const Tensor& kv_state_in, const Tensor& k_sum_in, double scale,
+    const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const Tensor& kv_state_in,
+    const Tensor& k_sum_in, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   check_backward(inputs, grad_o_in, grad_z, grad_new_kv_state_in, grad_new_k_sum_in, o_in, z, kv_state_in, k_sum_in, scale, order);
   check_like_state("new_kv_state", new_kv_state_in, kv_state_in);
   check_like_state("new_k_sum", new_k_sum_in, k_sum_in);
@@ -217,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
   const Tensor grad_new_kv_state = dense_or_zeros(grad_new_kv_state_in, kv_state), grad_new_k_sum = dense_or_zeros(grad_new_k_sum_in, k_sum);
   if (is_empty(q_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)),         zeros_like_layout(k_in, k_in.size(3)),
-            zeros_like_layout(v_in, v_in.size(3)),         zero_decay_gradient(log_decay, q_in),
+            zeros_like_layout(v_in, v_in.size(3)),         zero_token_gradient(log_decay, q_in), zero_token_gradient(log_input_gate, q_in),
             dense_copy(grad_new_kv_state, ScalarType::Float), dense_copy(grad_new_k_sum, ScalarType::Float)};
   }
 
@@ -242,7 +245,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
              static_cast<int>(q_in.size(3)),
              static_cast<int>(v_in.size(3))};
   run("prefill_backward", kLinearFromState, p, device);
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay, grad_kv_state,
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay,
+          gradients.grad_log_input_gate, grad_kv_state,
           grad_k_sum};
 }
 
@@ -279,7 +283,7 @@ struct GradientsOfSums {
 std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& o_in, const Tensor& z) {
   const int device = cuda_device_of("o", o_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{o_in, o_in, o_in, kNotGiven, kNotGiven, kNotGiven, kNotGiven};
+  const AttentionInputs inputs{o_in, o_in, o_in, kNotGiven, kNotGiven, kNotGiven, kNotGiven, kNotGiven};
   check_inputs(inputs, 1., /*causal=*/true);
   check_results(o_in, o_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, o_in);
@@ -305,12 +309,13 @@ std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const Opti
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
-                                                    const Tensor& v_in, const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                    const Tensor& v_in, const OptionalTensor& log_decay,
+                                                    const OptionalTensor& k_start, const OptionalTensor& log_input_gate,
                                                     double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32,
                                                     bool keep) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, log_decay, log_input_gate, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_kernels_cover(inputs);
   const auto [kv_state, k_sum] = zero_state(k_in, v_in, order);
@@ -353,12 +358,13 @@ void check_given_state(const char* kv_state_name, const char* k_sum_name, const 
 }
 
 std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                        const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& kv_state_in,
+                                        const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                        const OptionalTensor& log_input_gate, const OptionalTensor& kv_state_in,
                                         const OptionalTensor& k_sum_in, const Tensor& saved, double scale, double a0, double a1, double a2,
                                         int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
   check_saved(saved, q_in, k_in);
@@ -383,11 +389,12 @@ std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in,
 std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
                                                        const OptionalTensor& log_decay, const OptionalTensor& k_start,
+                                                       const OptionalTensor& log_input_gate,
                                                        const OptionalTensor& kv_state_in, const OptionalTensor& k_sum_in, double scale,
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("kv_state", "k_sum", kv_state_in, k_sum_in, q_in, k_in, v_in, order);
   check_kernels_cover(inputs);
@@ -410,14 +417,15 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
   return {grad_q.result(), pairs};
 }
 
-std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
+std::tuple<Tensor, Tensor, Tensor, Tensor> prefill_backward_of_keys(
     const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_kv_state_in, const OptionalTensor& grad_new_k_sum_in,
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-    const OptionalTensor& k_start, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
+    const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const OptionalTensor& pairs,
+    const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, k_start, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("grad_new_kv_state", "grad_new_k_sum", grad_new_kv_state_in, grad_new_k_sum_in, q_in, k_in, v_in, order);
   check_saved(saved, q_in, k_in);
@@ -431,14 +439,15 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
   }
   check_kernels_cover(inputs);
   if (is_empty(q_in)) {
-    return {zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)), zero_decay_gradient(log_decay, q_in)};
+    return {zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)), zero_token_gradient(log_decay, q_in),
+            zero_token_gradient(log_input_gate, q_in)};
   }
 
   const auto [grad_new_kv_state, grad_new_k_sum] = given_state(grad_new_kv_state_in, grad_new_k_sum_in, k_in, v_in, order, !is_empty(saved));
   const Operands x = unexpanded(inputs);
   const GradientsOfSums sums(g, e, x);
   const Output grad_k(k_in, k_in.size(3), x.k.size(3)), grad_v(v_in, v_in.size(3), x.v.size(3));
-  const Tensor grad_log_decay = log_decay.has_value() ? empty_dense(*log_decay, ScalarType::Float) : no_elements(q_in);
+  const Tensor grad_log_decay = empty_token_gradient(log_decay, q_in), grad_log_input_gate = empty_token_gradient(log_input_gate, q_in);
   OptionalTensor dense_pairs, dense_pairs_of_states;
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
@@ -453,6 +462,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     p.pairs_by_query = mutable_floats(*dense_pairs);
     p.pairs_of_states = static_cast<const double*>(dense_pairs_of_states->data_ptr());
   }
+  if (log_input_gate.has_value()) p.grad_log_input_gate = mutable_floats(grad_log_input_gate);
   // The state before these keys is not read; a pointer to it says that there is one (decay/decay.h).
   p.state.kv_state = floats(grad_new_kv_state), p.state.k_sum = floats(grad_new_k_sum);
   p.state.grad_new_kv_state = floats(grad_new_kv_state), p.state.grad_new_k_sum = floats(grad_new_k_sum);
@@ -460,7 +470,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
   p.from_zero_state = !grad_new_kv_state_in.has_value();
   use_saved_states(p, saved, BwdMode::kKeysFromSaved, Direction::kBackward, &Kernels::bwd_saved_bytes);
   run("prefill_backward_of_keys_", kLinearFromState, p, device);
-  return {grad_k.result(), grad_v.result(), grad_log_decay};
+  return {grad_k.result(), grad_v.result(), grad_log_decay, grad_log_input_gate};
 }
 
 }  // namespace

@@ -84,6 +84,9 @@ struct AttentionParams : Problem {
   KeyBounds k_start, k_end;
   const float* log_decay;        // (b, hk, m + lag), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
+  // (b, hk, m), between -60 and 30 or NaN; causal only. Multiplies the weights of a key by its exp: of an exact window, of global keys.
+  const float* log_input_gate;
+  Stride log_input_gate_stride;
 
   // Calls through kLinearOfShortened (linear/algorithm.h): the length to which rows of q and k are shortened, and the factors of k, lim / |k|
   // or 1 (normalize/normalize.h). 0: q and k are as they are.
@@ -93,8 +96,16 @@ struct AttentionParams : Problem {
   // Tables that the launchers of the quadratic kernels fill from bounds, causality and window (quadratic/bounds.h).
   const Range* key_table;    // (b, hk, n): the keys that a query sees
   const Range* query_table;  // (b, hk, m): the queries that see a key
-  // Running sums of log_decay (b, hk, m + lag), which the launchers of every algorithm fill (decay/decay.h).
+  // Running sums of log_decay (b, hk, m + lag), and those of the keys' tokens less their gates (b, hk, key_sum_tokens). The launchers of
+  // every algorithm fill both (decay/decay.h).
   const float2* decay_sums;
+  const float2* key_sums;
+  int key_sum_tokens;
+
+  // Whether the weights of pairs have factors by token. Packed sequences alone are not among them.
+  __host__ __device__ bool has_decay() const { return log_decay != nullptr || log_input_gate != nullptr; }
+  // Whether pairs of a token with itself have such a factor.
+  __host__ __device__ bool own_pairs_count() const { return lag > 0 || log_input_gate != nullptr; }
 };
 
 // The state of a causal call through kLinearFromState: sums over the tokens before the call, and the new sums, which include the
@@ -183,6 +194,7 @@ struct BwdParams : AttentionParams {
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;
   float* grad_log_decay;  // (b, hk, m + lag) contiguous; null without log_decay, where it is not wanted, and in mode kQueries
+  float* grad_log_input_gate;  // (b, hk, m) contiguous; null likewise
   // (b, h, n) contiguous, sums of pairs (decay/decay.h). kQueries: a result. kKeys, kKeysFromSaved: an input. Else, and without
   // log_decay: null.
   float* pairs_by_query;
@@ -197,6 +209,7 @@ struct BwdParams : AttentionParams {
   bool from_zero_state;  // the gradient of the new state is of zeros; kKeysFromSaved then neither reads it nor changes `saved`
   BwdMode mode;
 
+  bool wants_pair_sums() const { return grad_log_decay != nullptr || grad_log_input_gate != nullptr; }
   bool has_state() const { return mode != BwdMode::kInputs; }
   bool has_gradients_of_sums() const { return g != nullptr; }
   bool wants_all_inputs() const { return mode == BwdMode::kInputs || mode == BwdMode::kInputsAndState; }

@@ -222,11 +222,12 @@ struct ExactWindowScore {
   using Column = float4;  // rows stream as they are
   static constexpr bool kScalesGradO = false;
 
-  // Pairs from x and the exponent y, that of the row's normalisation included. centred: dp - delta. ds / dx = slope 2^y centred.
-  __device__ __forceinline__ DecayedPair pair(bool is_local, float x, float centred, float y) const {
+  // Pairs from x and the exponent y, that of the row's normalisation included. centred: dp - delta. gate: of global keys.
+  // ds / dx = slope 2^y centred.
+  __device__ __forceinline__ DecayedPair pair(bool is_local, float x, float centred, float y, float gate) const {
     float slope = fmaf(global.c2, x, global.c1), weight = ptx::compute_first(fmaf(slope, x, global.c0));
     slope = ptx::compute_first(fmaf(global.c2, x, slope));
-    const float power = ptx::exp2_approx(y);
+    const float power = ptx::exp2_approx(y) * (is_local ? 1.f : gate);
     weight = is_local ? 1.f : weight, slope = is_local ? scale : slope;
     centred *= power;
     return {{weight * power, slope * centred}, weight * centred};

@@ -84,7 +84,7 @@ struct FwdMemory {
 struct BwdMemory {
   void* kernels;
   char *grad_q = nullptr, *grad_k = nullptr;  // of a block but the first, contiguous
-  float* grad_log_decay = nullptr;
+  float *grad_log_decay = nullptr, *grad_log_input_gate = nullptr;
   float *kv_state = nullptr, *new_kv_state = nullptr, *grad_new_kv_state = nullptr, *grad_kv_state = nullptr;
   float *grad_k_sum = nullptr, *zeros = nullptr;  // zeros: in place of grad_new_k_sum
 
@@ -94,6 +94,7 @@ struct BwdMemory {
       const int bytes = tensor_element_bytes(p);
       grad_q = w.take<char>(int64_t{p.b} * p.h * p.n * p.d * bytes), grad_k = w.take<char>(int64_t{p.b} * p.hk * p.m * p.d * bytes);
       if (p.grad_log_decay != nullptr) grad_log_decay = w.take<float>(int64_t{p.b} * p.hk * p.decay_tokens());
+      if (p.grad_log_input_gate != nullptr) grad_log_input_gate = w.take<float>(int64_t{p.b} * p.hk * p.m);
     }
     if (!p.has_state()) return;
     const StateColumns columns(p, p.state, 0);
@@ -166,7 +167,7 @@ void launch_bwd(const Kernels& kernels, const BwdParams& p, cudaStream_t stream)
     if (is_added) {
       block.grad_q = memory.grad_q, block.grad_q_stride = contiguous_rows(p.h, p.n, p.d);
       block.grad_k = memory.grad_k, block.grad_k_stride = contiguous_rows(p.hk, p.m, p.d);
-      block.grad_log_decay = memory.grad_log_decay;
+      block.grad_log_decay = memory.grad_log_decay, block.grad_log_input_gate = memory.grad_log_input_gate;
     }
     const StateColumns columns(p, p.state, i);  // meaningless without a state
     if (p.has_state()) {
@@ -189,6 +190,7 @@ void launch_bwd(const Kernels& kernels, const BwdParams& p, cudaStream_t stream)
     add(p.b, p.h, p.n, p.d, p.math, p.grad_q, p.grad_q_stride, memory.grad_q, stream);
     add(p.b, p.hk, p.m, p.d, p.math, p.grad_k, p.grad_k_stride, memory.grad_k, stream);
     if (p.grad_log_decay != nullptr) add_floats(p.grad_log_decay, memory.grad_log_decay, p.b, p.hk, p.decay_tokens(), stream);
+    if (p.grad_log_input_gate != nullptr) add_floats(p.grad_log_input_gate, memory.grad_log_input_gate, p.b, p.hk, p.m, stream);
   }
 }
 

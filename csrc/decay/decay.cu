@@ -181,6 +181,32 @@ __global__ void __launch_bounds__(kThreads) decay_sums_kernel(const AttentionPar
   });
 }
 
+// G less the gate of each key.
+__global__ void __launch_bounds__(kThreads) gated_sums_kernel(const AttentionParams p, float2* key_sums, const int64_t count) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= count) return;
+  const int key = static_cast<int>(index % p.m), head = static_cast<int>(index / p.m);
+  const Stride& s = p.log_input_gate_stride;
+  const float gate = p.log_input_gate[head / p.hk * s.batch + head % p.hk * s.head + key * s.token];
+  const float2 sum = p.decay_sums[int64_t{head} * p.decay_tokens() + key];
+  const float in_log2 = fminf(fmaxf(gate, kLeastGate), kMostGate) * 1.4426950408889634f;
+  const float2 whole = exact_sum(sum.x, isnan(gate) ? 0.f : -in_log2);
+  key_sums[index] = make_float2(whole.x, whole.y + sum.y);
+}
+
+// Gates beyond the range have no gradient.
+__global__ void __launch_bounds__(kThreads) gate_gradient_kernel(const BwdParams p, const float* by_key, const int64_t count) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= count) return;
+  const int key = static_cast<int>(index % p.m), head = static_cast<int>(index / p.m);
+  const Stride& s = p.log_input_gate_stride;
+  const float gate = p.log_input_gate[head / p.hk * s.batch + head % p.hk * s.head + key * s.token];
+  const float before = p.adds ? p.grad_log_input_gate[index] : 0.f;
+  p.grad_log_input_gate[index] = before + (gate < kLeastGate || gate > kMostGate ? 0.f : by_key[index]);
+}
+
+unsigned blocks_of_keys(const Problem& p) { return grid_1d((int64_t{p.b} * p.hk * p.m + kThreads - 1) / kThreads); }
+
 __global__ void __launch_bounds__(kThreads) decay_gradient_totals_kernel(const BwdParams p, const PairSums sums, double* totals, const int tiles) {
   tile_totals(p, FlowOf{p, sums}, totals, tiles);
 }
@@ -222,10 +248,13 @@ size_t state_pair_bytes(const BwdParams& p) {
   return p.state.kv_state == nullptr || p.pairs_of_states != nullptr ? 0 : static_cast<size_t>(p.b) * p.hk * kStateParts * 2 * sizeof(double);
 }
 
+size_t sum_bytes(const Problem& p, int tokens) { return (static_cast<size_t>(p.b) * p.hk * tokens * sizeof(float2) + 255) / 256 * 256; }
+
 }  // namespace
 
 size_t decay_sum_bytes(const AttentionParams& p) {
-  return total_bytes<DecayOf::kCount>(p) + (static_cast<size_t>(p.b) * p.hk * p.decay_tokens() * sizeof(float2) + 255) / 256 * 256;
+  const size_t of_keys = p.log_input_gate == nullptr ? 0 : sum_bytes(p, p.m);
+  return total_bytes<DecayOf::kCount>(p) + sum_bytes(p, p.decay_tokens()) + of_keys;
 }
 
 void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream) {
@@ -237,21 +266,33 @@ void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStr
       resets == Resets::kNone || p.k_start.data == nullptr ? p.m : resets == Resets::kAtFirstKeysAndFirstToken ? 0 : 1;
   if (tiles > 1) launch_kernel("decay_totals", decay_totals_kernel, grid, kThreads, 0, stream, p, first_reset, totals, tiles);
   launch_kernel("decay_sums", decay_sums_kernel, grid, kThreads, 0, stream, p, first_reset, totals, tiles, sums);
-  p.decay_sums = sums;
+  p.decay_sums = p.key_sums = sums, p.key_sum_tokens = p.decay_tokens();
+  if (p.log_input_gate == nullptr) return;
+  float2* key_sums = reinterpret_cast<float2*>(reinterpret_cast<char*>(sums) + sum_bytes(p, p.decay_tokens()));
+  launch_kernel("gated_sums", gated_sums_kernel, blocks_of_keys(p), kThreads, 0, stream, p, key_sums, int64_t{p.b} * p.hk * p.m);
+  p.key_sums = key_sums, p.key_sum_tokens = p.m;
 }
 
+static bool sums_global_keys(const BwdParams& p) { return p.exact_window > 0 && p.grad_log_input_gate != nullptr; }
+
 size_t pair_sum_bytes(const BwdParams& p) {
-  return (static_cast<size_t>(p.b) * p.h * p.n + static_cast<size_t>(p.b) * p.hk * p.m) * sizeof(float);
+  const size_t of_keys = static_cast<size_t>(p.b) * p.hk * p.m;
+  return (static_cast<size_t>(p.b) * p.h * p.n + of_keys * (sums_global_keys(p) ? 2 : 1)) * sizeof(float);
 }
 
 PairSums pair_sums(const BwdParams& p, void* workspace) {
-  float* by_query = static_cast<float*>(workspace);
-  return {by_query, by_query + static_cast<int64_t>(p.b) * p.h * p.n};
+  float *by_query = static_cast<float*>(workspace), *by_key = by_query + static_cast<int64_t>(p.b) * p.h * p.n;
+  return {by_query, by_key, sums_global_keys(p) ? by_key + int64_t{p.b} * p.hk * p.m : nullptr};
 }
 
 size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes<FlowOf::kCount>(p) + state_pair_bytes(p); }
 
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream) {
+  if (p.grad_log_input_gate != nullptr) {
+    const float* by_key = sums.by_global_key != nullptr ? sums.by_global_key : sums.by_key;
+    launch_kernel("gate_gradient", gate_gradient_kernel, blocks_of_keys(p), kThreads, 0, stream, p, by_key, int64_t{p.b} * p.hk * p.m);
+  }
+  if (p.grad_log_decay == nullptr) return;
   double* totals = static_cast<double*>(workspace);
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);

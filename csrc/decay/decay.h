@@ -1,7 +1,8 @@
 // Decay: G, the running sum of log_decay over the keys of a head, and the gradient of log_decay from sums over pairs.
 //
-// A pair (i, j) has the factor exp(G_(pos(i) + lag) - G_j) with pos(i) = i + m - n; G has m + lag tokens (Problem::lag). The sums are in units of log 2 and are stored as a
-// float and its rounding error, so that differences have the precision of a float for any sequence length.
+// A pair (i, j) has the factor exp(G_(pos(i) + lag) - K_j) with pos(i) = i + m - n and K_j = G_j - log_input_gate_j; G has m + lag tokens
+// (Problem::lag). The sums are in units of log 2 and are stored as a float and its rounding error, so that differences have the precision of
+// a float for any sequence length. G does not increase from token to token; K may. No factor is above 2^kLargestGate.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,6 +13,9 @@ namespace fastmax {
 
 // Stands for a decay of -inf, a reset. 2^kReset is 0 in fp32, and a million resets still leave differences exact.
 inline constexpr float kReset = -2900.f;
+
+// The range of log_input_gate, and a bound on it in units of log 2.
+inline constexpr float kLeastGate = -60.f, kMostGate = 30.f, kLargestGate = 43.3f;
 
 // Splits log_decay, in which -inf resets everything before its token. Results: finite decays, 0 at a reset, and for the query
 // at each token a lower bound on its keys. Decays above 0 become 0; NaN stays NaN.
@@ -32,28 +36,30 @@ void launch_finite_decay(const FiniteDecayParams& p, void* workspace, cudaStream
 // call continues from a state (kAtFirstKeysAndFirstToken): a k_start of 0 hides the state, and one of -1 does not.
 enum class Resets { kNone, kAtFirstKeys, kAtFirstKeysAndFirstToken };
 
-// Applies NaN decays after all other kernels of the forward. In the sums they count as 0, because otherwise all later rows
-// would be NaN. This sets rows of o and z to NaN if they see a key before a NaN decay, and the final state if one of its keys
-// is before one.
+// Applies NaN decays and gates after all other kernels of the forward. In the sums they count as 0, because otherwise all later rows
+// would be NaN. This sets rows of o and z to NaN if they see a key before a NaN decay, or with a NaN gate, and the final state if it has
+// such a key.
 void launch_nan_rows(const FwdParams& p, cudaStream_t stream);
 
-// Fills p.decay_sums, which are in `workspace`: decay_sum_bytes, 256-byte aligned. Without log_decay all decays are 0.
+// Fills p.decay_sums and p.key_sums, which are in `workspace`: decay_sum_bytes, 256-byte aligned. Without log_decay all decays are 0;
+// without log_input_gate both are the same. Gates beyond the range count as its nearest end, and NaN as 0 (launch_nan_rows).
 size_t decay_sum_bytes(const AttentionParams& p);
 void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream);
 
 // Sums over pairs, by query and by key, of p_ij: the derivative with respect to the log of the weight of (i, j). The kernels of
-// the backward fill them. Without a lag, pairs of a token with itself do not decay and are left out.
+// the backward fill them. Pairs of a token with itself are left out unless they count (AttentionParams::own_pairs_count).
 //
 // The initial state counts as a key before the first token, the final state as a query after the last one. The sums include
 // pairs with these; each state's own sum of pairs is the sum of its elements times their gradients (BwdParams::state).
 struct PairSums {
   float* by_query;  // (b, h, n)
   float* by_key;    // (b, hk, m)
+  float* by_global_key;  // (b, hk, m): of an exact window with gates, over the pairs with global keys; else null
 };
 size_t pair_sum_bytes(const BwdParams& p);
 PairSums pair_sums(const BwdParams& p, void* workspace);
 
-// Computes p.grad_log_decay. For token t it is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts
+// Computes p.grad_log_input_gate, which is by_global_key or by_key, and p.grad_log_decay, each where it is wanted. For token t it is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts
 // at token pos(i) + lag, from t on minus that of by_key. The totals of both are equal, and rounding errors are removed. Reads the states
 // and their gradients. workspace: decay_gradient_bytes.
 size_t decay_gradient_bytes(const BwdParams& p);

@@ -6,25 +6,37 @@
 namespace fastmax {
 namespace {
 
-// A block reads a tile of tokens, and exits unless one of the decays is NaN. Otherwise it processes the queries from the first
-// NaN on up to the next tile that has one: of all NaN decays, the last one before a query has the most keys before it. A NaN
-// state counts as a NaN decay at the first token.
+// A block reads a tile of tokens, and exits unless one of them is NaN. Otherwise it processes the queries from the first NaN on up to the
+// next tile that has one. Of all NaN decays, the last one before a query has the most keys before it; of all keys with a NaN gate, the
+// query sees the last one if it sees any. A NaN state counts as a NaN decay at the first token.
 constexpr int kThreads = 256;
 constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
 
+// kGates: gates, which are NaN at the first token whose query may see their key with them: behind an exact window. Else decays.
+template <bool kGates>
 struct Head {
   const FwdParams& p;
-  int batch, kv_head;
-  const float* log_decay;
+  int batch, kv_head, lag, tokens;
+  const float* data;
+  int64_t stride;
 
   __device__ Head(const FwdParams& p, int head)
-      : p(p),
-        batch(head / p.hk),
-        kv_head(head % p.hk),
-        log_decay(p.log_decay + batch * p.log_decay_stride.batch + kv_head * p.log_decay_stride.head) {}
+      : p(p), batch(head / p.hk), kv_head(head % p.hk), lag(kGates ? 0 : p.lag), tokens(kGates ? p.m : p.decay_tokens()) {
+    const Stride& s = kGates ? p.log_input_gate_stride : p.log_decay_stride;
+    data = (kGates ? p.log_input_gate : p.log_decay) + batch * s.batch + kv_head * s.head;
+    stride = s.token;
+  }
 
-  __device__ bool is_nan(int token) const { return token < p.decay_tokens() && isnan(log_decay[token * p.log_decay_stride.token]); }
+  __device__ bool is_masked(int key) const {
+    return p.attention_mask != nullptr && p.attention_mask[batch * p.mask_batch_stride + key] == 0;
+  }
+  __device__ bool is_nan(int token) const {
+    if (token >= tokens) return false;
+    if (!kGates) return isnan(data[token * stride]);
+    const int key = token - p.exact_window;
+    return key >= 0 && isnan(data[key * stride]) && !is_masked(key);
+  }
 
   // Index of this head's initial state, and rows per state.
   __device__ int64_t state() const { return int64_t{batch} * p.hk + kv_head; }
@@ -32,25 +44,24 @@ struct Head {
 
   // First element of the state's k_sum, the decayed count of its keys; 0 without a state. NaN counts as not 0.
   __device__ float keys_of_state() const {
-    return p.state.kv_state != nullptr && !p.from_zero_state ? p.state.k_sum[state() * rows()] : 0.f;
+    return !kGates && p.state.kv_state != nullptr && !p.from_zero_state ? p.state.k_sum[state() * rows()] : 0.f;
   }
 
-  // The last unmasked key before token `nan`; -1, which stands for the initial state, if there is none.
+  // The last unmasked key before token `nan`, -1, which stands for the initial state, if there is none; the key of a NaN gate.
   __device__ int key_before(int nan) const {
+    if (kGates) return nan - p.exact_window;
     int key = nan - 1;
-    if (p.attention_mask != nullptr) {
-      while (key >= 0 && p.attention_mask[batch * p.mask_batch_stride + key] == 0) --key;
-    }
+    while (key >= 0 && is_masked(key)) --key;
     return key;
   }
 
-  // The query whose decays end at a token; negative if there is none.
-  __device__ int query_at(int token) const { return token - p.lag - p.causal_offset; }
+  // The query whose decays end at a token, for gates that at the token; negative if there is none.
+  __device__ int query_at(int token) const { return token - lag - p.causal_offset; }
 
   // Whether the query whose decays end at `token` sees a key before a NaN decay; key: the last of them (key_before).
   __device__ bool sees_key_before(int key, int token) const {
     const int query = query_at(token);
-    token -= p.lag;  // of the query
+    token -= lag;  // of the query
     if (key > token) key = key_before(token + 1);
     if (key < 0 && keys_of_state() == 0.f) return false;
     if (p.window && key < token - p.left) return false;
@@ -82,14 +93,15 @@ struct Head {
   }
 };
 
-__device__ void fill_rows_after_nan(const Head& x, int begin) {
+template <bool kGates>
+__device__ void fill_rows_after_nan(const Head<kGates>& x, int begin) {
   __shared__ bool is_nan[kThreads];
   __shared__ int last_of_chunk;
   const FwdParams& p = x.p;
   const int lane = threadIdx.x;
   int last = begin == 0 && isnan(x.keys_of_state()) ? 0 : -1;  // last NaN decay of the tile before the chunk
   int key_of_last = last < 0 ? -1 : x.key_before(last);
-  for (int first = begin; first < p.decay_tokens(); first += kThreads) {
+  for (int first = begin; first < x.tokens; first += kThreads) {
     const int token = first + lane;
     const bool in_tile = first < begin + kTile, mine = x.is_nan(token);
     is_nan[lane] = mine;
@@ -100,7 +112,7 @@ __device__ void fill_rows_after_nan(const Head& x, int begin) {
     const int key = nan < 0 ? -1 : nan == last ? key_of_last : x.key_before(nan);
     bool ends_in_nan = false;
     const int query = x.query_at(token);
-    if (token < p.decay_tokens() && query >= 0 && nan >= 0 && x.sees_key_before(key, token)) {
+    if (token < x.tokens && query >= 0 && nan >= 0 && x.sees_key_before(key, token)) {
       if (p.o != nullptr) x.fill_query(query);
       ends_in_nan = token == p.m - 1 && p.state.new_kv_state != nullptr;
     }
@@ -115,8 +127,9 @@ __device__ void fill_rows_after_nan(const Head& x, int begin) {
   }
 }
 
+template <bool kGates>
 __global__ void __launch_bounds__(kThreads) nan_rows_kernel(const FwdParams p, const int tiles) {
-  const Head head(p, blockIdx.x / tiles);
+  const Head<kGates> head(p, blockIdx.x / tiles);
   const int begin = blockIdx.x % tiles * kTile;
   bool found = begin == 0 && isnan(head.keys_of_state());
 #pragma unroll
@@ -127,8 +140,12 @@ __global__ void __launch_bounds__(kThreads) nan_rows_kernel(const FwdParams p, c
 }  // namespace
 
 void launch_nan_rows(const FwdParams& p, cudaStream_t stream) {
-  const int tiles = (p.decay_tokens() + kTile - 1) / kTile;
-  launch_kernel("nan_rows", nan_rows_kernel, grid_1d(int64_t{p.b} * p.hk * tiles), kThreads, 0, stream, p, tiles);
+  const auto launch = [&](const char* name, auto kernel, int tokens) {
+    const int tiles = (tokens + kTile - 1) / kTile;
+    launch_kernel(name, kernel, grid_1d(int64_t{p.b} * p.hk * tiles), kThreads, 0, stream, p, tiles);
+  };
+  if (p.log_decay != nullptr) launch("nan_rows", nan_rows_kernel<false>, p.decay_tokens());
+  if (p.log_input_gate != nullptr) launch("nan_gate_rows", nan_rows_kernel<true>, p.m);
 }
 
 }  // namespace fastmax

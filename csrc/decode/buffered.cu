@@ -215,6 +215,9 @@ __device__ __forceinline__ float4 decayed_sum(float4 x, float factor, bool is_re
                      decayed_sum(x.w, factor, is_reset));
 }
 
+// The factor of a token with its gate; 0 where it is 0, even of a NaN gate.
+__device__ __forceinline__ float gated(float factor, float gate) { return decayed(expf(gate), factor); }
+
 // Adds the buffered tokens to rows [begin, end) of a state, for this slice's columns, in the order of time.
 template <class Vector>
 __device__ void flush(const BufferedParams& p, const Work& work, int state, int slice, int begin, int end, float* smem) {
@@ -245,7 +248,7 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
     const bool there = lane < count && p.local_mask[first_place + first + lane] != 0;
     const float after =
         sum_of_later_lanes(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.flush_interval);
-    const float token_factor = !there ? 0.f : nan_decays.token ? nanf("") : expf(after);
+    const float token_factor = !there ? 0.f : nan_decays.token ? nanf("") : gated(expf(after), p.local_gates[first_place + first + lane]);
     const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.flush_interval), factor = nan_decays.sums && first == 0 ? nanf("") : expf(of_sums);
     const bool is_reset = of_sums == -INFINITY;
     const uint32_t takes_part = __ballot_sync(~0u, token_factor != 0.f);
@@ -439,13 +442,13 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
 
   const int token = first + lane;
   bool there = false;
-  float decay = 0.f;
+  float decay = 0.f, gate = 0.f;
   if (token < held.before) {
     there = p.local_mask[held.first + token] != 0;
-    decay = without_nan(p.local_decays[held.first + token]);
+    decay = without_nan(p.local_decays[held.first + token]), gate = p.local_gates[held.first + token];
   } else if (token == held.before) {
     there = joins_state(s, batch);
-    decay = without_nan(decay_of_token(s, batch, kv_head));
+    decay = without_nan(decay_of_token(s, batch, kv_head)), gate = gate_of_token(s, batch, kv_head);
   }
   const uint32_t takes_part = __ballot_sync(~0u, there);
   const int fresh_row = held.before - first;  // row of the new token; outside the tile if it is in another
@@ -479,7 +482,7 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
     float score = 0.f;
     for (int part = 0; part < kParts; ++part) score += scores[(part * kHeads + warp) * kTile + lane];
     const bool is_local = token > held.before - p.exact_window;
-    const float factor = expf(after), a2 = s.order == 2 ? s.a2 : 0.f;
+    const float factor = gated(expf(after), gate), a2 = s.order == 2 ? s.a2 : 0.f;
     const float f = there && !is_local && factor != 0.f ? factor * fmaf(score, fmaf(a2, score, s.a1), s.a0) : 0.f;
     const float exponent = there && is_local ? score + after : -INFINITY, maximum = max_lanes(exponent);
     const float w = exponent == -INFINITY ? 0.f : expf(exponent - maximum);
@@ -547,12 +550,14 @@ __device__ void append_token(const BufferedParams& p, const Held& held, int stat
     move_to_front(static_cast<Element*>(p.local_values) + first * s.dv, p.exact_window, p.flush_interval, s.dv);
     move_to_front(p.local_mask + first, p.exact_window, p.flush_interval, 1);
     move_to_front(p.local_decays + first, p.exact_window, p.flush_interval, 1);
+    move_to_front(p.local_gates + first, p.exact_window, p.flush_interval, 1);
   }
   append_row<Element>(p.local_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
   append_row<Element>(p.local_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
   if (threadIdx.x == 0) {
     p.local_mask[place] = joins_state(s, batch);
     p.local_decays[place] = decay_of_token(s, batch, kv_head);
+    p.local_gates[place] = gate_of_token(s, batch, kv_head);
     p.buffered[state] = held.before - p.exact_window + 1;
   }
 }

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
 
   load_token(p, batch, kv_head, first_head, kQueries + heads, token);
   const bool joins = updates && joins_state(p, batch);
-  const float factor = updates ? factor_of_state(p, batch, kv_head) : 1.f;
+  const float factor = updates ? factor_of_state(p, batch, kv_head) : 1.f, own_weight = expf(gate_of_token(p, batch, kv_head));
   const bool decays = factor != 1.f;
   __syncthreads();
 
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
       if (decays) sum = decayed(sum, factor);
       const Feature columns(row, p.d);
       const float coefficient = columns.b < 0 ? p.a0 : columns.a < 0 ? p.a1 : columns.a == columns.b ? p.a2 : 2.f * p.a2;
-      if (joins) feature = columns.of(token[kKey]);
+      if (joins) feature = __fmul_rn(own_weight, columns.of(token[kKey]));
       sum = __fadd_rn(sum, feature);
       if (work.writes_k_sum && slice == 0) p.new_k_sum[first_row + chunk + lane] = sum;
 #pragma unroll
@@ -172,13 +172,13 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   }
 }
 
-// Updates k_sum = exp(log_decay) k_sum + features(k), one block per state. The sums have the same bits as in decode_kernel: if
+// Updates k_sum = exp(log_decay) k_sum + exp(log_input_gate) features(k), one block per state. The sums have the same bits as in decode_kernel: if
 // the compiler fused the product into the addition, it would not be rounded.
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_k_sum_kernel(const DecodeParams p) {
   __shared__ float token[kKey + 1][kMaxDecodeHeadDim];
   const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
   const bool joins = joins_state(p, batch);
-  const float factor = factor_of_state(p, batch, kv_head);
+  const float factor = factor_of_state(p, batch, kv_head), own_weight = expf(gate_of_token(p, batch, kv_head));
   const bool decays = factor != 1.f;
   if (!joins && !decays) return;
   load_token(p, batch, kv_head, 0, kKey + 1, token);
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_k_sum_kernel(const D
   float* k_sum = p.new_k_sum + int64_t{blockIdx.x} * rows;
   for (int row = threadIdx.x; row < rows; row += blockDim.x) {
     const float before = decays ? decayed(k_sum[row], factor) : k_sum[row];
-    k_sum[row] = __fadd_rn(before, joins ? Feature(row, p.d).of(token[kKey]) : 0.f);
+    k_sum[row] = __fadd_rn(before, joins ? __fmul_rn(own_weight, Feature(row, p.d).of(token[kKey])) : 0.f);
   }
 }
 

@@ -39,6 +39,9 @@ struct DecodeParams {
   // decay.
   const float* log_decay;
   int64_t decay_batch_stride, decay_head_stride;
+  // (b, hk): logarithm of the token's weight, between -60 and 30 or NaN; other values count as the nearest end. Null: 0.
+  const float* log_input_gate;
+  int64_t gate_batch_stride, gate_head_stride;
 
   const float* kv_state;  // (b, hk, rows, dv) contiguous: sum of features(k) v
   const float* k_sum;     // (b, hk, rows) contiguous: sum of features(k)
@@ -47,7 +50,7 @@ struct DecodeParams {
   void* o;                // (b, h, dv) contiguous
 };
 
-// Computes new state = exp(log_decay) state + features(k) (v, 1), and o: the sum of new_kv_state over the sum of new_k_sum,
+// Computes new state = exp(log_decay) state + exp(log_input_gate) features(k) (v, 1), and o: the sum of new_kv_state over the sum of new_k_sum,
 // both weighted by f's coefficients and features(q). The state is read and written once for up to 8 query heads per key/value
 // head, and read once more for every 8 further heads.
 void launch_decode(const DecodeParams& p, cudaStream_t stream);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/dtype.h"
+#include "decay/decay.h"
 #include "decode/decode.h"
 
 namespace fastmax {
@@ -57,6 +58,13 @@ __device__ __forceinline__ float decay_of_token(const DecodeParams& p, int batch
   if (p.log_decay == nullptr) return 0.f;
   const float decay = p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride];
   return decay > 0.f ? 0.f : decay;
+}
+
+// log_input_gate of the token, in its range; NaN stays NaN. Its exp is the factor of the token's features in the state.
+__device__ __forceinline__ float gate_of_token(const DecodeParams& p, int batch, int kv_head) {
+  if (p.log_input_gate == nullptr) return 0.f;
+  const float gate = p.log_input_gate[batch * p.gate_batch_stride + kv_head * p.gate_head_stride];
+  return isnan(gate) ? gate : fminf(fmaxf(gate, kLeastGate), kMostGate);
 }
 
 __device__ __forceinline__ void store(void* x, MathMode dtype, int64_t i, float value) {

@@ -21,7 +21,7 @@ inline constexpr int kLinear1HeadDim = 128;
 inline bool uses_linear1(const Problem& p) { return p.order == 1 && std::max(p.head_dim_qk, p.head_dim_v) <= kLinear1HeadDim; }
 
 // Whether a call needs decays of states. Bounds of packed sequences are decays to 0.
-inline bool has_decay(const AttentionParams& p) { return p.log_decay != nullptr || p.k_start.data != nullptr; }
+inline bool has_decay(const AttentionParams& p) { return p.has_decay() || p.k_start.data != nullptr; }
 
 // g = grad_o / z and e = grad_z - grad_o . o / z, as BwdParams has them; g and e contiguous, both 0 where z is.
 void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_t stream);

@@ -1,15 +1,17 @@
-// Decays of the linear algorithm: a row y weighs 2^-|G_x - G_y| for a later row x.
+// Decays of the linear algorithm: a row y weighs 2^-|G_x - G_y| for a later row x, times the input gate of the one that is a key.
 //
 // A state before a chunk holds its rows with their decay until the chunk's beginning. A row of y is added with its decay until the end of
 // its chunk (rows before the first chunk: until that one's beginning). The state decays from chunk to chunk. A row of x multiplies what it
-// reads by the decay since its chunk's beginning. No factor is above 1, so nothing overflows.
+// reads by the decay since its chunk's beginning. No factor is above 1, but for those of keys, which have their gates: at most
+// 2^kLargestGate. So nothing overflows.
 //
 //   x rows          chunk 0        chunk 1        chunk 2
 //   edges          0              1              2              3
 //   row y in chunk 0     |- y's -->|-- carry(1) ->|-- x's -->|     row x in chunk 2
 //
 // Rows of x and y are tokens of one sequence: row r of y belongs to token r of the keys, in reversed order to the r-th last. With a lag
-// (Problem::lag), queries have the G of a later token: they are the rows of x, in reversed order those of y. Edges have that of keys.
+// (Problem::lag), queries have the G of a later token: they are the rows of x, in reversed order those of y. Edges have that of keys,
+// without their gates.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,16 +31,27 @@ namespace fastmax {
 // that it sees.
 inline constexpr int kDecayTile = 64;
 struct DecayTile {
-  float2 sums[kDecayTile];        // G as WalkSum has it, of rows of y; in tiles for x (Decay::x_tiles) of rows of x
-  float until_end[kDecayTile];    // decay of a row of y until the tile's last row; -0 where it is masked
-  float since_chunk[kDecayTile];  // decay of the state from the chunk's beginning to a row of x
+  float2 sums[kDecayTile];        // G as WalkSum has it, without gates, of rows of y; in tiles for x (Decay::x_tiles) of rows of x
+  float until_end[kDecayTile];    // decay of a row of y until the tile's last row, with its gate; -0 where it is masked
+  float since_chunk[kDecayTile];  // decay of the state from the chunk's beginning to a row of x, with its gate
+  float gates[kDecayTile];        // log2 of the gates of the rows that are keys; without gates neither written nor read
+};
+
+// Sums by token (decay/decay.h), [state][token].
+struct TokenSums {
+  const float2* data;
+  int stride;  // from state to state
 };
 
 struct Decay {
-  const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: no decays
-  int tokens;          // of the keys
-  int stride;          // of `sums` from state to state: tokens + lag
-  int x_lag, y_lag;    // of the rows of x and of y: the one that are queries have the lag, the others 0
+  TokenSums sums;  // G, of tokens of the keys; null: no decays
+  // Of rows of x and of y: of queries G with their lag, of keys K, which is G less their gates; and both without gates.
+  TokenSums x, y, ungated_x, ungated_y;
+  int tokens;            // of the keys
+  float largest;         // log2 of the largest gate; 0: there are none
+  float nothing;         // where log2 of the factor of one pair is below it, those of all pairs that decay as much are 0
+  bool y_is_gated;       // the rows of y are keys with gates
+  bool own_pairs_count;  // AttentionParams
   int origin;            // virtual row where chunk 0 of the whole sequence begins
   const float* carries;  // [state][chunk]: decay of the state over a chunk (DecayFactor)
   int chunks;            // of the whole sequence
@@ -47,21 +60,30 @@ struct Decay {
   const DecayTile* tiles;  // [state][tile_count], of all virtual rows (linear_decay_tiles); null: not wanted
   const DecayTile* x_tiles;  // the same for rows of x; `tiles` without a lag
   int tile_count;
-  bool bounds_alone;  // no log_decay, only bounds of packed sequences: every decay is 1 or 0
+  int tile_bytes;   // of a tile, that are written and read
+  bool bounds_alone;  // only bounds of packed sequences: every decay is 1 or 0
 
-  __host__ __device__ explicit operator bool() const { return sums != nullptr; }
+  __host__ __device__ explicit operator bool() const { return sums.data != nullptr; }
+  __host__ __device__ bool is_gated() const { return largest > 0.f; }
 
 #ifdef __CUDACC__
-  // The address of G for a row of y; rows outside of the sequence have that of the nearest row.
+  // The address of the sums of a row of y; rows outside of the sequence have that of the nearest row.
   __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row) const {
-    return address(s, state, y_row, y_lag);
+    return address(s, y, state, y_row);
   }
   __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const { return __ldg(address(s, state, y_row)); }
-  // G for a row of x; y_row: the last row of y that it sees.
+  // The same for a row of x; y_row: the last row of y that it sees.
   __device__ __forceinline__ float2 at_x_row(const Sequence& s, int64_t state, int y_row) const {
-    return __ldg(address(s, state, y_row, x_lag));
+    return __ldg(address(s, x, state, y_row));
   }
-  // log2 of the decay between two rows, the later one first; <= 0.
+  // Both without gates.
+  __device__ __forceinline__ float2 ungated_at_row(const Sequence& s, int64_t state, int y_row) const {
+    return __ldg(address(s, ungated_y, state, y_row));
+  }
+  __device__ __forceinline__ float2 ungated_at_x_row(const Sequence& s, int64_t state, int y_row) const {
+    return __ldg(address(s, ungated_x, state, y_row));
+  }
+  // log2 of the decay between two rows, the later one first; without gates <= 0.
   __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
     return s.time == Time::kForward ? fastmax::decay(x, y) : fastmax::decay(y, x);
   }
@@ -86,7 +108,7 @@ struct Decay {
   __device__ __forceinline__ float2 at_edge(const Chunks& s, int64_t state, int edge) const {
     const int rows = min(max(s.y_row(origin + edge * s.chunk), 0), tokens);  // before the edge
     const int token = (s.time == Time::kForward ? rows : tokens - rows) - 1;
-    return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums + state * stride + token);
+    return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums.data + state * sums.stride + token);
   }
 
   // log2 of the decay of a state from one edge to a later one.
@@ -96,9 +118,9 @@ struct Decay {
   }
 
  private:
-  __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row, int lag) const {
+  __device__ __forceinline__ const float2* address(const Sequence& s, const TokenSums& of, int64_t state, int y_row) const {
     const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
-    return sums + state * stride + min(max(token, 0), tokens - 1) + lag;
+    return of.data + state * of.stride + min(max(token, 0), tokens - 1);
   }
 #endif
 };
@@ -111,7 +133,7 @@ struct WalkSum {
     const float sign = s.time == Time::kForward ? 1.f : -1.f;
     return {make_float2(sign * g.x, sign * g.y)};
   }
-  // log2 of the decay since an earlier row, <= 0.
+  // log2 of the decay since an earlier row; without gates <= 0.
   __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::decay(g, row.g); }
 };
 
@@ -152,20 +174,22 @@ __device__ __forceinline__ WalkSum from_lane(const WalkSum& x, int lane) {
 
 // Whether a slab of kRows rows is fully decayed for the rows of x behind it, of which `x` are this lane's.
 template <int kRows>
-__device__ __forceinline__ bool is_fully_decayed(const WalkSum& slab, const WalkSum& x) {
-  constexpr float kZero = -150.f;  // 2^that is 0
-  return __shfl_sync(0xffffffffu, from_lane(x, 0).since(slab), kRows - 1) < kZero;
+__device__ __forceinline__ bool is_fully_decayed(const Decay& decay, const WalkSum& slab, const WalkSum& x) {
+  return __shfl_sync(0xffffffffu, from_lane(x, 0).since(slab), kRows - 1) < decay.nothing;
 }
 
 // Calls f(may_be_zero, m, half, n, e, factor) for each element of an accumulator: row row + 16 m + 8 half of x, row 8 n + 2 t + e of a slab
 // of y, and the decay between them. before: the slab is before all rows of x; the decay is then a product of a factor per row and one per
-// column. Else pairs that do not see each other have the factor 1. Where may_be_zero (a std::bool_constant) is false, no factor is 0.
+// column, with the last row of y between them, or where rows of y have gates the first row of x: factors of rows without gates are then
+// at most 1. Else pairs that do not see each other have a factor within the range of others. Where may_be_zero (a std::bool_constant) is
+// false, no factor is 0.
 template <int kBlocks8, int kRows8, class F>
-__device__ __forceinline__ void for_each_pair(const WalkSum (&x)[kRows8], const WalkSum& slab, bool before, const F& f) {
+__device__ __forceinline__ void for_each_pair(const Decay& decay, const WalkSum (&x)[kRows8], const WalkSum& slab, bool before,
+                                              const F& f) {
   const int lane_column = 2 * static_cast<int>(threadIdx.x % 4);
   const auto column_lane = [&](int i) { return lane_column + i / 2 * 8 + i % 2; };
   if (before) {
-    const WalkSum last = from_lane(slab, 8 * kBlocks8 - 1);
+    const WalkSum last = decay.y_is_gated ? from_lane(x[0], 0) : from_lane(slab, 8 * kBlocks8 - 1);
     const float column = ptx::exp2_approx(last.since(slab));
     float rows[kRows8];
     bool some_zero = column == 0.f;
@@ -189,7 +213,9 @@ __device__ __forceinline__ void for_each_pair(const WalkSum (&x)[kRows8], const 
     for (int i = 0; i < 2 * kBlocks8; ++i) {
       const WalkSum y = from_lane(slab, column_lane(i));
 #pragma unroll
-      for (int j = 0; j < kRows8; ++j) f(std::true_type{}, j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(x[j].since(y), 0.f)));
+      for (int j = 0; j < kRows8; ++j) {
+        f(std::true_type{}, j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(x[j].since(y), decay.largest)));
+      }
     }
   }
 }

@@ -215,6 +215,7 @@ struct PreparedInputs {
     a.dropout = p.dropout;
     a.z = p.z, a.grad_z = p.grad_z;
     a.g = g, a.e = e, a.e_head = e_head, a.shift = shift;
+    a.is_gated = p.log_input_gate != nullptr;
     dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(a, stream); });
   }
 };

@@ -167,7 +167,8 @@ struct GradArgs : LinearProblem {
   bool half_out;
   bool adds;               // adds to out
   float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
-  RowOutput pair_sums;     // with decays: sum f(x.y) (x2.y2 + e), without a lag without the pair of a row with its own token
+  RowOutput pair_sums;     // with decays: sum f(x.y) (x2.y2 + e), of a row and its own token where they count (Decay)
+  RowOutput global_pair_sums;  // the same over pairs with global keys alone: with an exact window and gates, of keys
   // An exact window, as in ReadArgs. Local pairs have local_slope 2^(local_scale x.y - shift) in place of the derivative of f, with the
   // shift of their query (PrepareArgs): of the x rows or of the y rows, as e.
   int window;
@@ -256,7 +257,8 @@ struct PrepareArgs {
   // no weight, or smaller, and they are fully decayed: g and e then come to nothing in their products with f. Weights of local keys are
   // exact, relative to 2^shift: the sum over 2^exponent.
   float* shift;
-  static constexpr float kLeastExponent = -100.f, kLargestExponent = 80.f;
+  bool is_gated;  // global keys weigh up to 2^kLargestGate as much: kLargestGatedExponent is in the place of kLargestExponent
+  static constexpr float kLeastExponent = -100.f, kLargestExponent = 80.f, kLargestGatedExponent = 100.f;
 };
 
 // Copies of k and v with zeros in masked rows, and counts of the other rows (RowCounts).

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
     inverse = z == 0.f ? 0.f : 1.f / z;
     if (a.shift != nullptr) {
       const float sum = 1.4426950408889634f * z;
-      const float exponent = sum < PrepareArgs::kLeastExponent || sum > PrepareArgs::kLargestExponent ? PrepareArgs::kLargestExponent : sum;
+      const float largest = a.is_gated ? PrepareArgs::kLargestGatedExponent : PrepareArgs::kLargestExponent;
+      const float exponent = sum < PrepareArgs::kLeastExponent || sum > largest ? largest : sum;
       const bool is_empty = z == -INFINITY;  // no key is visible
       inverse = is_empty ? 0.f : exp2f(-exponent);
       if (lane == 0) a.shift[head_index * a.e_head + i] = is_empty ? 0.f : sum - exponent;

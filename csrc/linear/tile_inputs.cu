@@ -75,17 +75,23 @@ __global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const Dec
   const uint8_t* mask = mask_pointer(a.mask, batch);
   const bool is_there = y_row >= 0 && y_row < a.ny;
   const bool taken = is_there && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
-  const WalkSum own = WalkSum::of(a, a.decay.at_row(a, state, y_row));
+  const float2 sum = a.decay.ungated_at_row(a, state, y_row), own_sum = a.decay.at_row(a, state, y_row);
+  const WalkSum own = WalkSum::of(a, own_sum);
   const auto of_edge = [&](int edge) { return WalkSum::of(a, a.decay.at_edge(a, state, edge)); };
   if (head_index % a.y_group == 0) {
-    const WalkSum end = WalkSum::of(a, a.decay.at_row(a, state, a.y_row(row / kDecayTile * kDecayTile + kDecayTile - 1)));
+    const WalkSum end = WalkSum::of(a, a.decay.ungated_at_row(a, state, a.y_row(row / kDecayTile * kDecayTile + kDecayTile - 1)));
     DecayTile& tile = a.tiles[state * a.decay.tile_count + row / kDecayTile];
     const int in_tile = a.time == Time::kForward ? row % kDecayTile : kDecayTile - 1 - row % kDecayTile;
-    tile.sums[in_tile] = own.g;
+    tile.sums[in_tile] = WalkSum::of(a, sum).g;
     tile.until_end[in_tile] = taken ? exp2f(end.since(own)) : -0.f;
     DecayTile& x_tile = a.x_tiles[state * a.decay.tile_count + row / kDecayTile];
-    const WalkSum of_x = WalkSum::of(a, a.decay.at_x_row(a, state, y_row));
-    if (a.x_tiles != a.tiles) x_tile.sums[in_tile] = of_x.g;
+    const float2 x_sum = a.decay.ungated_at_x_row(a, state, y_row), own_x_sum = a.decay.at_x_row(a, state, y_row);
+    const WalkSum of_x = WalkSum::of(a, own_x_sum);
+    if (a.x_tiles != a.tiles) x_tile.sums[in_tile] = WalkSum::of(a, x_sum).g;
+    if (a.decay.is_gated()) {
+      if (a.decay.y_is_gated) tile.gates[in_tile] = decay(sum, own_sum);
+      else x_tile.gates[in_tile] = decay(x_sum, own_x_sum);
+    }
     const int first_of_x = a.decay.origin + a.lag;  // what row 0 of x sees last
     x_tile.since_chunk[in_tile] = row < first_of_x ? 0.f : exp2f(of_x.since(of_edge(a.decay.edge_at(a, row - a.lag))));
   }

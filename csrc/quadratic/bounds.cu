@@ -44,7 +44,9 @@ __host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, i
 class DecayedBlocks {
  public:
   __device__ DecayedBlocks(const AttentionParams& p, int head, float fully_decayed)
-      : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.decay_tokens()), fully_decayed(fully_decayed) {}
+      : p(p),
+        sums(p.decay_sums + static_cast<int64_t>(head) * p.decay_tokens()),
+        fully_decayed(fully_decayed - (p.log_input_gate == nullptr ? 0.f : kLargestGate)) {}
 
   // The first key that is not fully decayed for the queries of this block.
   __device__ int k_start(int query) const {

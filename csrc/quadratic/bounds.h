@@ -10,12 +10,12 @@
 namespace fastmax {
 
 inline bool is_bounded(const AttentionParams& p) {
-  return p.window || p.exact_window > 0 || p.k_start.data != nullptr || p.k_end.data != nullptr || p.log_decay != nullptr;
+  return p.window || p.exact_window > 0 || p.k_start.data != nullptr || p.k_end.data != nullptr || p.has_decay();
 }
 
 // Whether the only bounds are a window and a causal mask. Such calls need no tables.
 inline bool has_window_alone(const AttentionParams& p) {
-  return p.window && p.k_start.data == nullptr && p.k_end.data == nullptr && p.log_decay == nullptr;
+  return p.window && p.k_start.data == nullptr && p.k_end.data == nullptr && !p.has_decay();
 }
 
 size_t bound_table_bytes(const AttentionParams& p, Direction direction);

@@ -80,6 +80,7 @@ void fill(AttentionParams& p) {
   take("noise", p.noise, p.noise_stride);
   take("k_start", p.k_start), take("k_end", p.k_end);
   take("log_decay", p.log_decay, p.log_decay_stride);
+  take("log_input_gate", p.log_input_gate, p.log_input_gate_stride);
   p.lim = static_cast<float>(number("lim", 0)), take("k_factor", p.k_factor);
 }
 
@@ -99,7 +100,7 @@ void fill(FwdParams& p) {
 void fill(BwdParams& p) {
   take("o", p.o, p.o_stride), take("grad_o", p.grad_o, p.grad_o_stride), take("z", p.z), take("grad_z", p.grad_z);
   take("grad_q", p.grad_q, p.grad_q_stride), take("grad_k", p.grad_k, p.grad_k_stride), take("grad_v", p.grad_v, p.grad_v_stride);
-  take("grad_log_decay", p.grad_log_decay);
+  take("grad_log_decay", p.grad_log_decay), take("grad_log_input_gate", p.grad_log_input_gate);
   take("kv_state", p.state.kv_state), take("k_sum", p.state.k_sum);
   take("new_kv_state", p.state.new_kv_state), take("new_k_sum", p.state.new_k_sum);
   take("grad_new_kv_state", p.state.grad_new_kv_state), take("grad_new_k_sum", p.state.grad_new_k_sum);
@@ -181,7 +182,7 @@ void run(const Algorithm& algorithm, Direction direction, size_t (*workspace_byt
   p.workspace = workspace.get();
   launch(kernels, p, nullptr);
   if constexpr (std::is_same_v<Params, FwdParams>) {  // as bindings/run.h
-    if (p.log_decay != nullptr) launch_nan_rows(p, nullptr);
+    if (p.has_decay()) launch_nan_rows(p, nullptr);
   }
   workspace.check();
 }

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstddef>
 #include <initializer_list>
 
 #include "decay/decay.h"
@@ -120,7 +121,7 @@ class PhaseTensors {
 
   Decay decay(Decay d) const {
     if (!d) return d;
-    d.sums += int64_t{phase_.first_state} * d.stride;
+    for (TokenSums* sums : {&d.sums, &d.x, &d.y, &d.ungated_x, &d.ungated_y}) sums->data += int64_t{phase_.first_state} * sums->stride;
     d.carries += int64_t{phase_.first_state} * d.chunks;
     if (d.tiles != nullptr) {
       d.tiles += int64_t{phase_.first_state} * d.tile_count;
@@ -252,7 +253,7 @@ struct Passes {
     a.y = part.y(a.y), a.y2 = part.y(a.y2);
     a.x_scale = part.x_rows(a.x_scale), a.y_scale = part.y_rows(a.y_scale);
     a.x_shift = part.x_rows(a.x_shift), a.y_shift = part.y_rows(a.y_shift);
-    a.pair_sums = part.x_rows(a.pair_sums);
+    a.pair_sums = part.x_rows(a.pair_sums), a.global_pair_sums = part.x_rows(a.global_pair_sums);
     return a;
   }
 
@@ -354,10 +355,17 @@ struct DecayedRows {
     if (!has_decay(p)) return {};
     sums_rows = sums_rows && plan.needs_states();
     Decay decay{};
-    decay.sums = p.decay_sums, decay.tokens = p.m, decay.stride = p.decay_tokens();
-    (plan.whole.time == Time::kForward ? decay.x_lag : decay.y_lag) = p.lag;
+    const bool is_forward = plan.whole.time == Time::kForward, is_gated = p.log_input_gate != nullptr;
+    const TokenSums queries{p.decay_sums + p.lag, p.decay_tokens()}, keys{p.key_sums, p.key_sum_tokens};
+    decay.sums = {p.decay_sums, p.decay_tokens()}, decay.tokens = p.m;
+    decay.x = is_forward ? queries : keys, decay.ungated_x = is_forward ? queries : decay.sums;
+    decay.y = is_forward ? keys : queries, decay.ungated_y = is_forward ? decay.sums : queries;
+    decay.largest = is_gated ? kLargestGate : 0.f, decay.y_is_gated = is_gated && is_forward;
+    // 2^-150 is 0. With gates, the pair may have the smallest one, and others the largest.
+    decay.nothing = is_gated ? -150.f - (kMostGate - kLeastGate) * 1.4427f : -150.f;
+    decay.own_pairs_count = p.own_pairs_count();
     decay.origin = plan.whole.boundary, decay.carries = carries, decay.chunks = plan.whole.chunks;
-    decay.bounds_alone = p.log_decay == nullptr;
+    decay.bounds_alone = !p.has_decay();
     if (by_tiles) fill_tiles(p, plan, sums_rows, decay, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
     return decay;
@@ -366,7 +374,9 @@ struct DecayedRows {
  private:
   void fill_tiles(const Problem& p, const StatePlan& plan, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
     const LinearProblem& problem = plan.whole;
-    decay.tiles = tiles, decay.x_tiles = x_tiles, decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
+    decay.tiles = tiles, decay.x_tiles = x_tiles;
+    decay.tile_bytes = static_cast<int>(decay.is_gated() ? sizeof(DecayTile) : offsetof(DecayTile, gates));
+    decay.tile_count = problem.groups_of_all() * (kBoundary / kDecayTile);
     DecayTilesArgs args{};
     static_cast<LinearProblem&>(args) = problem;
     args.decay = decay;
@@ -513,7 +523,7 @@ struct BwdPlan {
         inputs(p, w, p.has_state() ? suffixes.whole.y_row(suffixes.whole.end()) : p.n, writes_over_x2 && grad_q_holds_g(p)),
         zeroed(p, takes_zeros, w),
         decayed(p, takes_zeros, {&prefixes, &suffixes}, w) {
-    if (p.grad_log_decay != nullptr) {
+    if (p.wants_pair_sums()) {
       pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
       decay_gradient = w.take<char>(static_cast<int64_t>(decay_gradient_bytes(p)));
     }
@@ -593,6 +603,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   const BwdPlan plan(p, kernels, Workspace(p.workspace));
   if (has_decay(p)) fill_decay_sums(p, resets(p), plan.decayed.sums, stream);
   PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
+  if (p.grad_log_decay == nullptr) pairs.by_query = nullptr;  // the gradient of the gates is a sum by key
   if (p.pairs_by_query != nullptr) pairs.by_query = p.pairs_by_query;
   BwdInputs in = plan.inputs.fill(p, stream);
   plan.zeroed.fill(p, in, stream);
@@ -656,7 +667,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.half_out = runs_as_tf32(p);
   grad_k.adds = p.adds;
   grad_k.c0 = f.c0;
-  grad_k.pair_sums = {pairs.by_key, p.m, 1};
+  grad_k.pair_sums = {pairs.by_key, p.m, 1}, grad_k.global_pair_sums = {pairs.by_global_key, p.m, 1};
   grad_k.window = p.exact_window, grad_k.local_scale = f.local, grad_k.local_slope = p.scale;
   grad_k.y_shift = in.shift;
 
@@ -668,7 +679,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
     if (p.wants_grad_kv()) suffix_passes.grads(phase, grad_v, grad_k);
   });
   if (p.wants_grad_q()) fill_grad_q();  // last, as it may write over g
-  if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
+  if (p.wants_pair_sums()) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
 
 constexpr StatePasses kStatePassesSm80 = {

@@ -21,7 +21,7 @@ struct BoundedWorkspace {
   explicit BoundedWorkspace(const FwdParams& p) : BoundedWorkspace(p, 0, Direction::kForward, 0, 0) {}
   explicit BoundedWorkspace(const BwdParams& p)
       : BoundedWorkspace(p, quadratic_bwd_workspace_bytes(p), Direction::kBackward,
-                         p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p), p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)) {
+                         !p.wants_pair_sums() ? 0 : pair_sum_bytes(p), !p.wants_pair_sums() ? 0 : decay_gradient_bytes(p)) {
   }
 
  private:
@@ -29,7 +29,7 @@ struct BoundedWorkspace {
     const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
     tables = align(before);
     decay_sums = align(tables + bound_table_bytes(p, direction));
-    pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
+    pair_sums = align(decay_sums + (!p.has_decay() ? 0 : decay_sum_bytes(p)));
     decay_gradient = align(pair_sums + pair_bytes);
     bytes = decay_gradient + gradient_bytes;
   }
@@ -47,7 +47,7 @@ Params with_sums_and_tables(Params p, cudaStream_t stream) {
     constexpr Direction kDirection = std::is_same_v<Params, FwdParams> ? Direction::kForward : Direction::kBackward;
     const BoundedWorkspace at(p);
     char* workspace = static_cast<char*>(p.workspace);
-    if (p.log_decay != nullptr) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+    if (p.has_decay()) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
     fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, kDirection, stream);
   }
   return p;
@@ -58,7 +58,7 @@ Params with_sums_and_tables(Params p, cudaStream_t stream) {
 template <class Score, class Visibility, class Launch>
 void with_decay_gradient(const BwdParams& call, cudaStream_t stream, const Launch& launch) {
   const BwdParams p = with_sums_and_tables<Score, Visibility>(call, stream);
-  if (p.grad_log_decay == nullptr) return launch(p, PairSums{});
+  if (!p.wants_pair_sums()) return launch(p, PairSums{});
   const BoundedWorkspace at(p);
   char* workspace = static_cast<char*>(p.workspace);
   const PairSums sums = pair_sums(p, workspace + at.pair_sums);

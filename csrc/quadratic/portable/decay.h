@@ -30,17 +30,21 @@
 
 namespace fastmax {
 
-// G of the keys of a head. Positions outside the keys get the nearest key's G; their pairs have no weight.
+// K of the keys of a head, and G of their tokens and of queries. Positions outside the keys get those of the nearest key; their pairs have
+// no weight.
 struct DecaySums {
   const AttentionParams& p;
-  const float2* sums;
+  const float2 *sums, *key_sums;
 
   __device__ __forceinline__ DecaySums(const AttentionParams& p, int state)
-      : p(p), sums(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens()) {}
+      : p(p),
+        sums(p.decay_sums + static_cast<int64_t>(state) * p.decay_tokens()),
+        key_sums(p.key_sums + static_cast<int64_t>(state) * p.key_sum_tokens) {}
 
   __device__ __forceinline__ bool has_decay() const { return p.decay_sums != nullptr; }
   __device__ __forceinline__ int position(int query) const { return max(0, min(query + p.causal_offset, p.m - 1)); }
-  __device__ __forceinline__ float2 of_key(int key) const { return __ldg(sums + min(key, p.m - 1)); }
+  __device__ __forceinline__ float2 of_key(int key) const { return __ldg(key_sums + min(key, p.m - 1)); }
+  __device__ __forceinline__ float2 of_token(int key) const { return __ldg(sums + min(key, p.m - 1)); }
   __device__ __forceinline__ float2 of_query(int query) const { return __ldg(sums + position(query) + p.lag); }
 
   // The first tile of keys that is pairwise to the queries from `query` on; the tiles before it are separable.
@@ -61,7 +65,7 @@ struct DecayScratch {
   static constexpr int kBytes = kFactorBytes + Tile::kThreads * kSums * static_cast<int>(sizeof(float));
   static_assert(Tile::kSharedBytes + kBytes <= kMaxSharedBytes, "what fades does not fit in shared memory beside the stages");
 
-  static constexpr int bytes(const AttentionParams& p) { return p.log_decay == nullptr ? 0 : kBytes; }
+  static constexpr int bytes(const AttentionParams& p) { return !p.has_decay() ? 0 : kBytes; }
 
   uint32_t base;
 
@@ -219,9 +223,9 @@ struct PairwiseDecay : DecayPairs<Score, PairwiseDecay<Score, kRowTiles, kOwnsQu
     const float2& token = e == 0 ? at.first : at.second;
     return Score::key_factor(kOwnsQueries ? decay(rows[i][half], token) : decay(token, rows[i][half]));
   }
-  // A pair of a token with itself does not decay, unless there is a lag.
+  // Pairs of a token with itself may not count.
   __device__ __forceinline__ void add_flow(const DecayedPair& pair, int i, int half, int key, int query) {
-    if (key != query + sums.p.causal_offset || sums.p.lag > 0) flow[i][half] += pair.flow;
+    if (key != query + sums.p.causal_offset || sums.p.own_pairs_count()) flow[i][half] += pair.flow;
   }
   template <class Scratch>
   __device__ __forceinline__ void finish_slab(const Scratch& scratch) const {
@@ -328,7 +332,7 @@ __device__ __forceinline__ void add_query_tile(const AttentionParams& p, int sta
     if (whole && !sums.has_decay()) {
       add_whole(NoDecay<Score>{});
     } else if (whole && begin + p.causal_offset > last_row) {
-      const float2 reference = sums.of_key(last_row);
+      const float2 reference = sums.of_token(last_row);
       scratch.fill(begin, [&](int query) {
         const float4 row = ptx::load_shared_f32x4(row_scores + (query - begin) * sizeof(float4));
         return Score::decay_row(row, Score::query_factor(decay(sums.of_query(query), reference)));

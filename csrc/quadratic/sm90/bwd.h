@@ -68,7 +68,8 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kThreads = (kConsumers + 1) * 128;
   // A stage holds A, B and the data of its columns: row scores of queries, multiplied by decay factors if there is decay; for
   // keys only decay factors.
-  static constexpr int kScoreBytes = kHasDecay<Visibility> ? DecayTile<Score, !kOwnsKeys, kStream>::kBytes
+  using ColumnTile = DecayTile<Score, !kOwnsKeys, kStream>;
+  static constexpr int kScoreBytes = kHasDecay<Visibility> ? ColumnTile::kBytes
                                      : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
                                                         : 0;
   static constexpr int kStageBytes =
@@ -96,7 +97,7 @@ struct QuadraticBwdRows {
   using StreamTile = typename Tile::StreamTile;
   static constexpr int kStream = Tile::kStream;
   static constexpr bool kDecays = kHasDecay<Visibility>;
-  using ColumnTile = DecayTile<Score, !kOwnsKeys, kStream>;
+  using ColumnTile = typename Tile::ColumnTile;
   using ScoreProduct = Wgmma<Math, kStream>;
   using SumProduct = Wgmma<Math, kHeadDim>;
 
@@ -107,6 +108,9 @@ struct QuadraticBwdRows {
   uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
   float4 row_scores[kOwnsKeys ? 1 : 2];  // of rows that are queries
   float flow[kHasDecay<Visibility> ? 2 : 1];  // this lane's part of the rows' pair sums (decay/decay.h)
+  // Of keys of an exact window: the sums over local pairs, which `flow` has not in calls with gates; else zeros.
+  static constexpr bool kSumsApart = kDecays && kOwnsKeys && Score::kHasLocalKeys;
+  float local_flow[kSumsApart ? 2 : 1];
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -115,6 +119,8 @@ struct QuadraticBwdRows {
     for (float& sum : dy) sum = 0.f;
 #pragma unroll
     for (float& sum : flow) sum = 0.f;
+#pragma unroll
+    for (float& sum : local_flow) sum = 0.f;
   }
 
   // Loads X and Y as A operands, if they are held in registers.
@@ -187,7 +193,7 @@ struct QuadraticBwdRows {
     for (int half = 0; half < 2; ++half) {
       float factor = 1.f;
       if constexpr (kOwnsKeys) {
-        if constexpr (kDecays) factor = ptx::exp2_approx(decay.of_rows[half]);
+        if constexpr (kDecays) factor = ptx::exp2_approx(decay.of_rows[half]) * decay.gates[half];
       } else {
         float4 row = row_scores[half];
         if constexpr (kDecays) row = Score::decay_row(row, decay.of_rows[half]);
@@ -207,7 +213,10 @@ struct QuadraticBwdRows {
         const float2& row = kOwnsKeys ? queries[e % 2] : rows[e / 2];
         float centred = fmaf(d[i], row.x, row.y);
         if constexpr (kDecays && !kOwnsKeys) centred *= e % 2 == 0 ? keys.x : keys.y;
-        set_pair(i, Score::global_pair(f[e / 2], s[i], centred, row.x));
+        const DecayedPair pair = Score::global_pair(f[e / 2], s[i], centred, row.x);
+        d[i] = pair.ds;
+        if constexpr (kOwnsKeys) s[i] = pair.p;
+        if constexpr (kDecays) flow[e / 2] += pair.flow;
       }
     }
   }
@@ -219,6 +228,12 @@ struct QuadraticBwdRows {
     constexpr bool kMasks = kMasksPairs<kKind>, kSelects = kSelectsPairs<kKind>;
     const int t = lane_index() % 4;
     const int position = kOwnsKeys ? lane_row - p.causal_offset : lane_row + p.causal_offset;  // among the streamed tokens
+    const bool gated = p.log_input_gate != nullptr, sums_apart = kSumsApart && gated;
+    float of_local[2] = {0.f, 0.f};  // of tiles of local keys: what their pairs are added to
+    if constexpr (kDecays && !kSelects) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) of_local[half] = sums_apart ? local_flow[kSumsApart ? half : 0] : flow[half];
+    }
     uint32_t local[2][kStream / 32];
     [[maybe_unused]] uint32_t flows[2][kStream / 32];
     if constexpr (kSelects) local_columns(local, p.exact_window, position, begin, t);
@@ -248,6 +263,10 @@ struct QuadraticBwdRows {
       if constexpr (kOwnsKeys) load_queries<1>(queries, columns, column);
       else if constexpr (kDecays) keys = load_key_factors(columns, column);
       if constexpr (kDecays && kMasks) errors = load_key_factors(columns + ColumnTile::kErrors, column);
+      [[maybe_unused]] float2 gates = make_float2(1.f, 1.f);
+      if constexpr (kDecays && kSelects && !kOwnsKeys) {
+        if (gated) gates = load_key_factors(columns + ColumnTile::kGates, column);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e, half = e / 2;
@@ -255,28 +274,39 @@ struct QuadraticBwdRows {
         float exponent = rows[half].x + (kOwnsKeys ? queries[e % 2].x : e % 2 == 0 ? keys.x : keys.y);
         if constexpr (kDecays && kMasks) exponent += rows[half].y + (e % 2 == 0 ? errors.x : errors.y);
         DecayedPair pair;
+        bool is_local = true;
         if constexpr (kSelects) {
-          const bool is_local = is_visible(local, i);
-          pair = score.pair(is_local, s[i], centred, fmaf(is_local ? score.c : 0.f, s[i], exponent));
+          is_local = is_visible(local, i);
+          float gate = e % 2 == 0 ? gates.x : gates.y;
+          if constexpr (kSumsApart) gate = decay.gates[half];
+          pair = score.pair(is_local, s[i], centred, fmaf(is_local ? score.c : 0.f, s[i], exponent), gate);
         } else {
           pair = score.local_pair(centred, fmaf(score.c, s[i], exponent));
         }
-        if constexpr (kMasks) {
-          if constexpr (kDecays) flow[half] += is_visible(flows, i) ? pair.flow : 0.f;
-          const bool counts = is_visible(visible, i);
-          d[i] = counts ? pair.ds : 0.f;
-          if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
-        } else {
-          set_pair(i, pair);
+        if constexpr (kDecays) {
+          float x = pair.flow;
+          if constexpr (kMasks) x = is_visible(flows, i) ? x : 0.f;
+          if constexpr (!kSelects) {
+            of_local[half] += x;
+          } else if constexpr (kSumsApart) {
+            flow[half] += sums_apart && is_local ? 0.f : x;
+            local_flow[half] += sums_apart && is_local ? x : 0.f;
+          } else {
+            flow[half] += x;
+          }
         }
+        const bool counts = !kMasks || is_visible(visible, i);
+        d[i] = counts ? pair.ds : 0.f;
+        if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
       }
     }
-  }
-
-  __device__ __forceinline__ void set_pair(int i, const DecayedPair& pair) {
-    d[i] = pair.ds;
-    if constexpr (kOwnsKeys) s[i] = pair.p;
-    if constexpr (kDecays) flow[i / 2 % 2] += pair.flow;
+    if constexpr (kDecays && !kSelects) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        flow[half] = sums_apart ? flow[half] : of_local[half];
+        if constexpr (kSumsApart) local_flow[half] = sums_apart ? of_local[half] : local_flow[half];
+      }
+    }
   }
 
   // Loads a half of the row scores of two neighbouring queries.
@@ -447,14 +477,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
-            ring.expect(at, 2 * StreamTile::kBytes + Tile::kScoreBytes);
+            int column_bytes = Tile::kScoreBytes;
+            if constexpr (kHasDecay<Visibility>) column_bytes = Tile::ColumnTile::bytes(p);
+            ring.expect(at, 2 * StreamTile::kBytes + column_bytes);
             StreamTile::load(stage, maps.a, ring.full(at), token, head, work_tile.batch);
             StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, work_tile.batch);
             if constexpr (kHasDecay<Visibility>) {
               const int tokens = kOwnsKeys ? p.n : p.m, heads = kOwnsKeys ? p.h : p.hk;
               const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
-              ptx::bulk_load(stage + 2 * StreamTile::kBytes, decay_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
-                             ring.full(at));
+              ptx::bulk_load(stage + 2 * StreamTile::kBytes, decay_columns + (of_head + tile) * Tile::kScoreBytes, column_bytes, ring.full(at));
             } else if constexpr (kOwnsKeys) {
               const int64_t of_head = (static_cast<int64_t>(work_tile.batch) * p.h + head) * rows_per_head;
               ptx::bulk_load(stage + 2 * StreamTile::kBytes, row_scores + of_head + token, Tile::kScoreBytes, ring.full(at));
@@ -706,10 +737,14 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Score, Visibility, kHeadD
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int own = lane_row + 8 * half;
-          const float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale();
+          const float flow = quad_sum(sums.flow[half]) * Score(p).flow_scale();
+          float sum = flow;
+          if constexpr (sums.kSumsApart) sum += quad_sum(sums.local_flow[half]);
           if (of_head != nullptr && t == 0 && own < rows) {
-            of_head[(static_cast<int64_t>(work_tile.batch) * heads + work_tile.head) * rows + own] =
-                !kOwnsKeys || kept.keeps(work_tile.batch, own) ? sum : 0.f;
+            const int64_t at = (static_cast<int64_t>(work_tile.batch) * heads + work_tile.head) * rows + own;
+            const bool keeps = !kOwnsKeys || kept.keeps(work_tile.batch, own);
+            of_head[at] = keeps ? sum : 0.f;
+            if (sums.kSumsApart && pair_sums.by_global_key != nullptr) pair_sums.by_global_key[at] = keeps ? flow : 0.f;
           }
         }
       }
@@ -751,11 +786,11 @@ struct QuadraticBwdSm90Workspace {
     kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
     tables = kept + kept_words_bytes(p);
     decay_sums = align(tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
-    pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
-    decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
-    key_factors = align(decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)));
-    decayed_row_scores = align(key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, kDecayQueries)));
-    bytes = decayed_row_scores + (p.log_decay == nullptr ? 0 : decayed_row_score_bytes(p));
+    pair_sums = align(decay_sums + (!p.has_decay() ? 0 : decay_sum_bytes(p)));
+    decay_gradient = align(pair_sums + (!p.wants_pair_sums() ? 0 : pair_sum_bytes(p)));
+    key_factors = align(decay_gradient + (!p.wants_pair_sums() ? 0 : decay_gradient_bytes(p)));
+    decayed_row_scores = align(key_factors + (!p.has_decay() ? 0 : key_factor_bytes(p, kDecayQueries)));
+    bytes = decayed_row_scores + (!p.has_decay() ? 0 : decayed_row_score_bytes(p));
   }
 };
 
@@ -779,7 +814,7 @@ struct LaunchQuadraticBwdSm90 {
       fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
       fill_key_factors<Score, QuadraticBwdSm90Tile<Score, Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
       decay_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
-      if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
+      if (p.wants_pair_sums()) sums = pair_sums(p, workspace + at.pair_sums);
     }
     if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, Direction::kBackward, stream);
 
@@ -794,7 +829,7 @@ struct LaunchQuadraticBwdSm90 {
                                      sums, columns[1], stream);
     run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, kept, row_scores, p.n, p.h,
                                       sums, columns[0], stream);
-    if (kHasDecay<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
+    if (kHasDecay<Visibility> && p.wants_pair_sums()) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
   // rows: rows per head on the owner's side.

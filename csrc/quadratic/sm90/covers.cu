@@ -27,7 +27,7 @@ bool covers_flash(const AttentionParams& p, Direction direction) {
 bool covers_fused(const AttentionParams& p, Direction direction) {
   return direction == Direction::kBackward && fused_bwd_pays(p);
 }
-bool has_bounds_alone(const AttentionParams& p) { return is_bounded(p) && p.log_decay == nullptr; }
+bool has_bounds_alone(const AttentionParams& p) { return is_bounded(p) && !p.has_decay(); }
 
 }  // namespace
 
@@ -36,10 +36,12 @@ bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction) 
   return covers_fused(p, direction) && sums_divide_grad_o(p) && covers_quadratic_sm90(p, direction);
 }
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
-bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
+bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction) { return p.has_decay() && covers_quadratic(p); }
 
-bool covers_exact_window_sm90(const AttentionParams& p, Direction) { return p.log_decay == nullptr && covers_quadratic(p); }
-bool covers_exact_window_decay_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
+bool covers_exact_window_sm90(const AttentionParams& p, Direction) { return !p.has_decay() && covers_quadratic(p); }
+bool covers_exact_window_decay_sm90(const AttentionParams& p, Direction) {
+  return p.has_decay() && covers_quadratic(p);
+}
 
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }
 bool covers_flash_sm90(const AttentionParams& p, Direction direction) { return !is_bounded(p) && covers_flash(p, direction); }
@@ -50,7 +52,7 @@ bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction) {
   return has_bounds_alone(p) && covers_flash(p, direction);
 }
 bool covers_flash_decay_sm90(const AttentionParams& p, Direction direction) {
-  return p.log_decay != nullptr && covers_flash(p, direction);
+  return p.has_decay() && covers_flash(p, direction);
 }
 
 }  // namespace fastmax

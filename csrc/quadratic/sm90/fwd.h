@@ -64,8 +64,10 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   using FactorTile = DecayTile<Score, true, kKeys>;
-  // Whether shared memory has room for powers and rounding errors too.
+  // Whether shared memory has room for more than the columns of a tile.
   static constexpr bool kLoadsAllFactors = kHeadDim <= 96;
+  static constexpr DecayColumns kLoadedColumns =
+      Score::kHasLocalKeys && !kLoadsAllFactors ? DecayColumns::kAlone : DecayColumns::kWithAll;
   static constexpr int kFactorBytes = !kHasDecay<Visibility> ? 0 : kLoadsAllFactors ? FactorTile::kBytes : FactorTile::kPowers;  // per stage
   static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
   static constexpr int kEnd = kFactors + kStages * kFactorBytes;
@@ -214,11 +216,12 @@ struct QuadraticFwdRows {
   }
 
   // An exact window: tiles with local keys or partly visible ones, in parts of kPart keys. of_visible: sets visible keys of a part.
-  // errors: those of the keys' exponents, in global memory. The references cover global keys already.
+  // tile: what is known of its keys (DecayTile) in global memory. gated: whether keys have gates. The references cover global keys already,
+  // but not their gates.
   template <class Decay, class OfVisible>
   __device__ __forceinline__ void weigh_parts(Score score, TileKind (&kinds)[Tile::kParts], const OfVisible& of_visible,
-                                              Decay& decay, uint32_t factors, const float* errors, int key_begin, int window, int position,
-                                              float (&shrink)[2]) {
+                                              Decay& decay, uint32_t factors, const uint8_t* tile, bool gated, int key_begin, int window,
+                                              int position, float (&shrink)[2]) {
     decay.template start<true>(factors);
     constexpr int kWords = Tile::kPart / 32, kBlocks = Tile::kPart / 8;
     const int t = lane_index() % 4;
@@ -234,19 +237,31 @@ struct QuadraticFwdRows {
         if (decay.takes_pairs && kind != TileKind::kHidden) kind = TileKind::kMixed;
       }
     }
-    const auto of_keys = [&](int j) {
-      if constexpr (kDecays) return load_key_factors(factors, 8 * j + 2 * t);
-      else return make_float2(0.f, 0.f);
-    };
-    const auto errors_of_keys = [&](int j) {
-      float2 x = make_float2(0.f, 0.f);
-      if constexpr (kDecays && Tile::kLoadsAllFactors) {
-        x = load_key_factors(factors + Tile::FactorTile::kErrors, 8 * j + 2 * t);
-      } else if constexpr (kDecays) {
-        if (decay.takes_pairs) x = ptx::load_global_here(reinterpret_cast<const float2*>(errors + 8 * j + 2 * t));
+    // Of two keys, what is at an offset of the tile; `otherwise` where it is known that nothing else is there.
+    const auto load = [&](int offset, int j, bool is_needed, float otherwise) {
+      float2 x = make_float2(otherwise, otherwise);
+      if constexpr (kDecays) {
+        const int column = 8 * j + 2 * t;
+        if (!is_needed) return x;
+        if constexpr (Tile::kLoadsAllFactors) x = load_key_factors(factors + offset, column);
+        else x = ptx::load_global_here(reinterpret_cast<const float2*>(tile + offset) + column / 2);
       }
       return x;
     };
+    using FactorTile = typename Tile::FactorTile;
+    const auto of_keys = [&](int j) {
+      float2 x = make_float2(0.f, 0.f);
+      if constexpr (kDecays) x = load_key_factors(factors, 8 * j + 2 * t);
+      if constexpr (kDecays && !Tile::kLoadsAllFactors) {  // these have the gates
+        if (gated) x = load(FactorTile::kPowers, j, true, 0.f);
+      }
+      return x;
+    };
+    const auto errors_of_keys = [&](int j) {
+      if constexpr (kDecays) return load(FactorTile::kErrors, j, Tile::kLoadsAllFactors || decay.takes_pairs, 0.f);
+      else return make_float2(0.f, 0.f);
+    };
+    const auto gates_of_keys = [&](int j) { return load(FactorTile::kGates, j, gated, 1.f); };
     // Calls run(i, exponent of the pair) for the accumulators of a part.
     const auto for_each_pair = [&](auto kind, int part, const auto& run) {
       constexpr bool kMixed = decltype(kind)::value == TileKind::kMixed;
@@ -301,11 +316,15 @@ struct QuadraticFwdRows {
       if constexpr (kKind == TileKind::kWhole) {
         weigh_global_keys(global_rows, factors, kBlocks * part, kBlocks * (part + 1));
       } else if constexpr (kSelectsPairs<kKind>) {
+        float2 of_gates;
         for_each_pair(kind, part, [&](int i, float exponent) {
           const int in_part = i % (Tile::kPart / 2);
           const bool is_local = is_visible(local[part], in_part);
+          if (i % 4 == 0) of_gates = gates_of_keys(i / 4);
           const float power = ptx::exp2_approx(fmaf(is_local ? score.c : 0.f, s[i], exponent));
-          const float of_global = ptx::compute_first(score.global.weight(s[i]) * power);
+          float of_global = score.global.weight(s[i]) * power;
+          if constexpr (kDecays) of_global *= i % 2 == 0 ? of_gates.x : of_gates.y;
+          of_global = ptx::compute_first(of_global);
           s[i] = is_local ? power : of_global;
           if constexpr (kMasksPairs<kKind>) s[i] = is_visible(visible[part], in_part) ? s[i] : 0.f;
         });
@@ -449,9 +468,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
-          ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
+          int factor_bytes = Tile::kFactorBytes;
+          if constexpr (kHasDecay<Visibility> && Tile::kLoadsAllFactors) factor_bytes = Tile::FactorTile::bytes(p);
+          ring.expect(at, Tile::kStageBytes + factor_bytes);
           if constexpr (kHasDecay<Visibility>) {
-            ptx::bulk_load(factors(at), factors_in_memory(head, tile), Tile::kFactorBytes, ring.full(at));
+            ptx::bulk_load(factors(at), factors_in_memory(head, tile), factor_bytes, ring.full(at));
           }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
@@ -547,16 +568,12 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
             TileKind kinds[Tile::kParts];
 #pragma unroll
             for (int i = 0; i < Tile::kParts; ++i) kinds[i] = parts.kind_of(tile * Tile::kParts + i);
-            const float* errors = nullptr;
-            if constexpr (kHasDecay<Visibility>) {
-              using FactorTile = typename Tile::FactorTile;
-              errors = reinterpret_cast<const float*>(factors_in_memory(head, tile) + FactorTile::kErrors);
-            }
             const auto of_visible = [&](uint32_t (&of_part)[2][Tile::kPart / 32], int part) {
               visible_keys(of_part, sees, kept, head.batch, tile * Tile::kParts + part, lane_row, t);
             };
-            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, errors, tile * Tile::kKeys, p.exact_window,
-                             lane_row + p.causal_offset, shrink);
+            const uint8_t* in_memory = kHasDecay<Visibility> ? factors_in_memory(head, tile) : nullptr;
+            rows.weigh_parts(score, kinds, of_visible, decay, key_factors, in_memory, p.log_input_gate != nullptr, tile * Tile::kKeys,
+                             p.exact_window, lane_row + p.causal_offset, shrink);
           } else if constexpr (kHidesKeys<Score, Visibility>) {
             hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
             rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
@@ -694,9 +711,9 @@ struct QuadraticFwdSm90Workspace {
   size_t decay_sums, tables, key_factors, bytes;
 
   explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
-    tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
+    tables = decay_sums + (!p.has_decay() ? 0 : decay_sum_bytes(p));
     key_factors = (tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
-    bytes = key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
+    bytes = key_factors + (!p.has_decay() ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
   }
 };
 
@@ -727,7 +744,7 @@ struct LaunchQuadraticFwdSm90 {
       if constexpr (kHasDecay<Visibility>) {
         fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
         key_factors = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
-        fill_key_factors<Score, Tile::kKeys>(p, key_factors, stream);
+        fill_key_factors<Score, Tile::kKeys, Tile::kLoadedColumns>(p, key_factors, stream);
       }
       fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, Direction::kForward, stream);
     }

@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
       WalkSum y_sums{};
       if constexpr (kHasDecay) {
         y_sums = decay_again().template slab<Tile::kSlab>(y + Stage::kDecayOffset + slab * 8);
-        if (key + Tile::kSlab <= chunk_row && is_fully_decayed<Tile::kSlab>(y_sums, x_sums[0])) continue;
+        if (key + Tile::kSlab <= chunk_row && is_fully_decayed<Tile::kSlab>(a.decay, y_sums, x_sums[0])) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll kUnrollX2
@@ -450,9 +450,9 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           }
         }
         const bool before = key + Tile::kSlab <= chunk_row;
-        const int own_pair = a.decay.stride != a.decay.tokens ? 1 : 0;  // with a lag, a row's pair with its own token decays too
+        const int own_pair = a.decay.own_pairs_count ? 1 : 0;  // a row's pair with its own token may have a factor too
         for_each_pair<Tile::kSlab / 8>(
-            x_sums, y_sums, before, [&](auto may_be_zero, int m, int half, int n, int i, float factor) {
+            a.decay, x_sums, y_sums, before, [&](auto may_be_zero, int m, int half, int n, int i, float factor) {
               float &x = s[m][n][2 * half + i], &pair = u[m][n][2 * half + i];
               const int column = 8 * n + 2 * t + i;
               if constexpr (decltype(may_be_zero)::value) {

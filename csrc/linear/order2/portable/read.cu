@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       WalkSum y_sums{};
       if constexpr (kHasDecay) {
         y_sums = decay.template slab<Tile::kSlab>(y + Stage::kDecayOffset + slab * 8);
-        if (key + Tile::kSlab <= chunk_row && is_fully_decayed<Tile::kSlab>(y_sums, x_sums[0])) continue;
+        if (key + Tile::kSlab <= chunk_row && is_fully_decayed<Tile::kSlab>(a.decay, y_sums, x_sums[0])) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
         }
       }
       if constexpr (kHasDecay) {
-        for_each_pair<Tile::kSlab / 8>(x_sums, y_sums, key + Tile::kSlab <= chunk_row,
+        for_each_pair<Tile::kSlab / 8>(a.decay, x_sums, y_sums, key + Tile::kSlab <= chunk_row,
                                        [&](auto may_be_zero, int m, int half, int n, int e, float factor) {
                                          float& x = s[m][n][2 * half + e];
                                          x = decltype(may_be_zero)::value ? decayed(x, factor) : x * factor;

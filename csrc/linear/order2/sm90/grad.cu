@@ -108,6 +108,12 @@ struct GradBlock {
 
   __device__ __forceinline__ uint32_t stage(RingPosition at) const { return stages_at + at.stage * Tile::kStageBytes; }
 
+  // That are loaded with a tile of x or y.
+  __device__ __forceinline__ int decay_bytes() const {
+    if constexpr (kDecayBytes != 0) return a.decay.tile_bytes;
+    else return 0;
+  }
+
   __device__ __forceinline__ void load_snapshot(RingPosition at, const char* snapshot, int i) const {
     const int bytes = Tile::state_stage_bytes(i);
     ring.wait_until_empty(at);
@@ -119,10 +125,10 @@ struct GradBlock {
     const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
     const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + kDecayBytes + kShiftBytes);
+    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + decay_bytes() + kShiftBytes);
     if constexpr (kDecayBytes != 0) {
       const int64_t state = int64_t{batch} * a.state_heads + first_y_head / a.y_group;
-      ptx::bulk_load(stages_at + Tile::kYDecay + at.stage * kDecayBytes, decay_tile_at(a, state, token), kDecayBytes, ring.full(at));
+      ptx::bulk_load(stages_at + Tile::kYDecay + at.stage * kDecayBytes, decay_tile_at(a, state, token), decay_bytes(), ring.full(at));
     }
     RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
     RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
@@ -160,10 +166,10 @@ struct GradBlock {
     const uint32_t x = x_tile(buffer);
     const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
     prefetch_sums<Tile::kSums>(a, a.sums, item);
-    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kDecayBytes);
+    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + decay_bytes());
     if constexpr (kDecayBytes != 0) {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-      ptx::bulk_load(x_decay_at(buffer), x_decay_tile(a, state, last_seen(item)), kDecayBytes, barrier);
+      ptx::bulk_load(x_decay_at(buffer), x_decay_tile(a, state, last_seen(item)), decay_bytes(), barrier);
     }
     RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
     RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
@@ -462,6 +468,16 @@ struct GradConsumer {
   }
   __device__ __forceinline__ uint32_t pair_sum_at(int r) const {
     return b.stages_at + Tile::kPairSums + (b.warpgroup * kTileRows + row + 8 * r) * 4;
+  }
+
+  // With an exact window and gates: this lane's part of the sums of a key's pairs with queries for which it is global. They are in shared
+  // memory, behind the last use of those of the inter-chunk part.
+  __device__ __forceinline__ void add_global_pairs(const float (&pairs)[2], bool first) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(pairs[r]);
+      if (t == 0) ptx::store_shared_f32(pair_sum_at(r), first ? sum : sum + ptx::load_shared_f32(pair_sum_at(r)));
+    }
   }
 
   __device__ __forceinline__ void clear(const WorkTile& tile) const {
@@ -877,7 +893,7 @@ struct GradConsumer {
   // Decays the inter-chunk part of each row of x, and begins its sum of pairs.
   __device__ __forceinline__ void decay_inter_chunk(const WorkTile& tile, bool has_state, WalkSum (&x_sums)[2], float (&pairs)[2]) const {
     const auto decay = x_decay(tile, item_again(tile));
-    x_sums[0] = decay.sum(row), x_sums[1] = decay.sum(row + 8);
+    x_sums[0] = gated_sum<kBack, kDecayKind>(a.decay, decay, row), x_sums[1] = gated_sum<kBack, kDecayKind>(a.decay, decay, row + 8);
     if (has_state) {
       [[maybe_unused]] const auto columns = lane_columns(tile.x);
 #pragma unroll
@@ -936,7 +952,6 @@ struct GradConsumer {
       float s[32], p[32];
       uint32_t slopes[16], weights[kValues ? 16 : 1];
       begin_products(s, p, y, y2);
-      [[maybe_unused]] const bool has_lag = a.decay.stride != a.decay.tokens;
       const auto weigh = [&](int j, [[maybe_unused]] const float (&factors)[2][2]) {
         float2 column_e = make_float2(0.f, 0.f);
         if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * c.t) * 4);
@@ -953,8 +968,10 @@ struct GradConsumer {
             if (kValues || kSumsPairs) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
             if constexpr (kHasDecay) {
               centred *= factors[r][i];
-              // Without a lag, a row's pair with its own token does not decay, and is not in the sum.
-              if (kSumsPairs) pairs[r] = seen && (!kDiagonal || column != x_row || has_lag) ? fmaf(f, centred, pairs[r]) : pairs[r];
+              if (kSumsPairs) {
+                const bool counts = seen && (!kDiagonal || column != x_row || a.decay.own_pairs_count);
+                pairs[r] = counts ? fmaf(f, centred, pairs[r]) : pairs[r];
+              }
               f *= factors[r][i];
             }
             slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
@@ -965,7 +982,7 @@ struct GradConsumer {
         }
       };
       // Before the wait: loads from memory overlap the products.
-      const PairDecay<kBack, kFactors, decltype(y_decay(0))> decay(y_decay(y_tile), x_sums[0], x_sums[1]);
+      const PairDecay<kBack, kDecayKind, kFactors, decltype(y_decay(0))> decay(a.decay, y_decay(y_tile), x_sums[0], x_sums[1]);
       wgmma_wait<0>();
       keep(s), keep(p);
       c.b.ring.release(before, c.b.lane, releases);
@@ -1040,14 +1057,16 @@ struct GradConsumer {
 
     // ---- tiles with local pairs
 
-    // kMasked: some pairs are not seen. kDecayed: they decay.
-    template <LocalPairs kPairs, bool kMasked, bool kDecayed>
+    // kMasked: some pairs are not seen. kDecayed: they decay. kGated: global keys have gates. x_shift: of queries; of keys, log2 of their
+    // gates (add_intra_chunk).
+    template <LocalPairs kPairs, bool kMasked, bool kDecayed, bool kGated = false>
     __device__ __forceinline__ void add_local_tile(int y_tile, const WindowDistances<kBack>& distances, const float (&x_shift)[2]) {
       const GradArgs& a = c.a;
       const Rows y(c.stage()), y2 = y.behind(kTileBytes);
       const uint32_t y_e = c.b.scales_at + c.at.stage * kScaleBytes;
       float s[32], p[32];
       uint32_t slopes[16], weights[kValues ? 16 : 1];
+      [[maybe_unused]] float global_pairs[2] = {0.f, 0.f};
       begin_products(s, p, y, y2);
       wgmma_wait<0>();
       keep(s), keep(p);
@@ -1058,13 +1077,16 @@ struct GradConsumer {
         float2 column_e = make_float2(0.f, 0.f), column_shift = make_float2(0.f, 0.f);
         if (kBack) column_e = ptx::load_shared_f32x2(y_e + first * 4), column_shift = y_shift(y_tile, first);
         [[maybe_unused]] float4 sums;
+        [[maybe_unused]] float2 gates = make_float2(0.f, 0.f);
         if constexpr (kDecayed) sums = y_decay(y_tile).sums(first);
+        if constexpr (kGated && !kBack) gates = y_decay(y_tile).gates(first);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float slope[2], weight[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : tile.x_e[r];
+            [[maybe_unused]] const float gate = !kGated ? 0.f : kBack ? x_shift[r] : i == 0 ? gates.x : gates.y;
             const float shift = kBack ? (i == 0 ? column_shift.x : column_shift.y) : x_shift[r];
             float exponent = 0.f;
             if constexpr (kDecayed) exponent = x_sums[r].since({i == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w)});
@@ -1072,8 +1094,9 @@ struct GradConsumer {
             const bool seen = !kMasked || distances.is_seen(j, r, i);
             WindowPair pair;
             if constexpr (kPairs == LocalPairs::kAll) pair = WindowPair::local(a, score, centred, exponent, shift);
-            else pair = WindowPair::any(a, distances.is_local(j, r, i), score, centred, exponent, shift);
+            else pair = WindowPair::any(a, distances.is_local(j, r, i), score, centred, exponent, gate, shift);
             if (kSumsPairs) pairs[r] += seen && (!kMasked || !distances.is_own_token(j, r, i)) ? pair.flow : 0.f;
+            if (kGated && kBack && kSumsPairs) global_pairs[r] += seen && !distances.is_local(j, r, i) ? pair.flow : 0.f;
             slope[i] = seen ? pair.slope : 0.f;
             if (kValues) weight[i] = seen ? pair.weight : 0.f;
           }
@@ -1081,6 +1104,7 @@ struct GradConsumer {
           if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
         }
       }
+      if constexpr (kGated && kBack && kSumsPairs) c.add_global_pairs(global_pairs, /*first=*/false);
       add_products(slopes, weights, y, y2);
     }
 
@@ -1112,11 +1136,12 @@ struct GradConsumer {
       if constexpr (kHasDecay && !kDecays) is_plain = is_plain && is_whole<kBack>(c.x_decay(tile, item), y_decay(y_tile));
       if (is_plain) add_local_tile<LocalPairs::kAll, false, kDecays>(y_tile, distances, x_shift);
       else if (all_local) add_local_tile<LocalPairs::kAll, true, kHasDecay>(y_tile, distances, x_shift);
+      else if (kDecays && a.decay.is_gated()) add_local_tile<LocalPairs::kSome, true, kHasDecay, kDecays>(y_tile, distances, x_shift);
       else add_local_tile<LocalPairs::kSome, true, kHasDecay>(y_tile, distances, x_shift);
     }
   };
 
-  __device__ __forceinline__ void add_intra_chunk(const WorkTile& tile, const WalkSum (&x_sums)[2], float (&pairs)[2]) {
+  __device__ __forceinline__ void add_intra_chunk(const WorkTile& tile, WalkSum (&x_sums)[2], float (&pairs)[2]) {
     const Item item = item_again(tile);
     load_x_scales(a.x_scale, item, tile.x_e);
     IntraChunk chunk(*this, tile, item, x_sums, pairs);
@@ -1134,6 +1159,14 @@ struct GradConsumer {
     if constexpr (kWindow) {
       float x_shift[2] = {0.f, 0.f};
       load_x_scales(a.x_shift, item, x_shift);
+      if constexpr (kBack && kDecays) {
+        if (a.decay.is_gated()) {  // from here on apart from the sums of decays, as local pairs do not have them
+          const auto decay = x_decay(tile, item);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) x_shift[r] = decay.gate(row + 8 * r), x_sums[r] = decay.sum(row + 8 * r);
+          if constexpr (kSumsPairs) add_global_pairs(pairs, /*first=*/true);
+        }
+      }
       for (; own < diagonal_end; ++own) {
         if (kBack) chunk.y_head = own % y_group;
         chunk.add_local_tile(tile_at(own), kTileRows * (tile_at(diagonal) - tile_at(own)), x_shift);
@@ -1147,6 +1180,12 @@ struct GradConsumer {
       chunk.skip_tile();
     }
     b.ring.release(chunk.before, b.lane, chunk.releases);
+    if constexpr (kWindow && kBack && kSumsPairs) {
+      if (a.global_pair_sums.data != nullptr) {
+        const float sums[2] = {t == 0 ? ptx::load_shared_f32(pair_sum_at(0)) : 0.f, t == 0 ? ptx::load_shared_f32(pair_sum_at(1)) : 0.f};
+        store_pair_sums(a.global_pair_sums, item, tile_token(a, a.nx, item.row + b.warpgroup * kTileRows), sums);
+      }
+    }
   }
 
   // ---- results
@@ -1175,14 +1214,14 @@ struct GradConsumer {
     }
   }
 
-  __device__ __forceinline__ void store_pair_sums(const Item& item, int token, const float (&pairs)[2]) const {
+  __device__ __forceinline__ void store_pair_sums(const RowOutput& sums, const Item& item, int token, const float (&pairs)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int x_token = token + row + 8 * r;
       const float sum = quad_sum(pairs[r]);
       if (t != 0 || x_token < 0 || x_token >= a.nx) continue;
       const bool is_dropped = kBack && a.x_mask.data != nullptr && is_masked(item, x_token);
-      a.pair_sums.data[item.x_head_index * a.pair_sums.head + x_token] = is_dropped ? 0.f : sum;
+      sums.data[item.x_head_index * sums.head + x_token] = is_dropped ? 0.f : sum;
     }
   }
 
@@ -1193,7 +1232,7 @@ struct GradConsumer {
     keep(tile.grad);
     if constexpr (kValues) keep(tile.values);
     if (kBack && a.x_mask.data != nullptr) clear_masked(tile, here, token);
-    if (kSumsPairs) store_pair_sums(here, token, pairs);
+    if (kSumsPairs) store_pair_sums(a.pair_sums, here, token, pairs);
     ptx::barrier_wait<128>(1 + b.warpgroup);  // other warps may still have products of x and x2 (read.cu)
     store_accumulator<Bf16, RowTile>(tile.x, 0, tile.grad, 1.f, 1.f, w4, b.lane);
     if constexpr (kValues) store_accumulator<Bf16, RowTile>(tile.x2, 0, tile.values, 1.f, 1.f, w4, b.lane);

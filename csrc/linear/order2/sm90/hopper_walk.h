@@ -162,6 +162,10 @@ struct SharedDecayTile {
   __device__ __forceinline__ float since_chunk(int row) const {
     return ptx::load_shared_f32(address + offsetof(DecayTile, since_chunk) + 4 * row);
   }
+  __device__ __forceinline__ float gate(int row) const { return ptx::load_shared_f32(address + offsetof(DecayTile, gates) + 4 * row); }
+  __device__ __forceinline__ float2 gates(int row) const {
+    return ptx::load_shared_f32x2(address + offsetof(DecayTile, gates) + 4 * row);
+  }
 };
 struct GlobalDecayTile {
   static constexpr bool kLoadsEarly = true;
@@ -172,7 +176,19 @@ struct GlobalDecayTile {
   __device__ __forceinline__ float2 until_end(int row) const { return __ldg(reinterpret_cast<const float2*>(tile->until_end + row)); }
   __device__ __forceinline__ bool is_taken(int row) const { return __float_as_int(__ldg(tile->until_end + row)) >= 0; }
   __device__ __forceinline__ float since_chunk(int row) const { return __ldg(tile->since_chunk + row); }
+  __device__ __forceinline__ float gate(int row) const { return __ldg(tile->gates + row); }
+  __device__ __forceinline__ float2 gates(int row) const { return __ldg(reinterpret_cast<const float2*>(tile->gates + row)); }
 };
+
+// G of a row of x, or K where it is a key.
+template <bool kBack, DecayKind kDecayKind, class Tile>
+__device__ __forceinline__ WalkSum gated_sum(const Decay& decay, const Tile& x, int row) {
+  WalkSum sum = x.sum(row);
+  if constexpr (kBack && kDecayKind != DecayKind::kBounds) {
+    if (decay.is_gated()) sum.g.y += x.gate(row);
+  }
+  return sum;
+}
 
 // A tile's first and last row in the order of the pass.
 template <bool kBack>
@@ -180,15 +196,16 @@ inline constexpr int kFirstOfTile = kBack ? kTileRows - 1 : 0;
 template <bool kBack>
 inline constexpr int kLastOfTile = kTileRows - 1 - kFirstOfTile<kBack>;
 
-// Whether a tile that ends at `end` is fully decayed for a tile of x whose first row is `x`.
+// Whether a tile that ends at `end` is fully decayed for a tile of x whose first row is `x`, both without gates: times the largest gate
+// such factors are below the smallest sum that counts (PolynomialScore::kSmallestSum).
 __device__ __forceinline__ bool is_fully_decayed(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
 
-// Whether a tile decays so much that factors of its rows would be out of range (PairFactors::kRowsAndColumns).
+// Whether a tile decays so much that factors of its rows, with their gates, would be out of range (PairFactors::kRowsAndColumns).
 template <bool kBack, class Tile>
 __device__ __forceinline__ bool is_far(const Tile& y) {
   return !(y.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) > -64.f);
 }
-// Whether all decays between a tile of y and one of x, and within them, are 1.
+// Whether all decays between a tile of y and one of x, and within them, are 1. Only without gates.
 template <bool kBack, class XTile, class YTile>
 __device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
   return x.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) == 0.f;
@@ -201,16 +218,20 @@ __device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
 //   kPairs            a factor per pair
 enum class PairFactors { kOne, kRowsAndColumns, kPairs };
 
-template <bool kBack, PairFactors kFactors, class Tile>
+template <bool kBack, DecayKind kDecayKind, PairFactors kFactors, class Tile>
 struct PairDecay {
+  static constexpr bool kMayHaveGates = kDecayKind != DecayKind::kBounds;
   static constexpr bool kOfRows = kFactors == PairFactors::kRowsAndColumns, kOfPairs = kFactors == PairFactors::kPairs;
   static constexpr bool kLoadsEarly = Tile::kLoadsEarly && kOfRows;
+  const Decay& decay;
   Tile y;
   WalkSum x[2];
   float left[2];
   float2 loaded[kLoadsEarly ? 8 : 1];
 
-  __device__ __forceinline__ PairDecay(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1} {
+  // x0, x1: of the lane's rows of x (gated_sum).
+  __device__ __forceinline__ PairDecay(const Decay& decay, const Tile& y, const WalkSum& x0, const WalkSum& x1)
+      : decay(decay), y(y), x{x0, x1} {
     if constexpr (kOfRows) {
       const WalkSum end = y.sum(kLastOfTile<kBack>);
       left[0] = ptx::exp2_approx(x0.since(end)), left[1] = ptx::exp2_approx(x1.since(end));
@@ -233,7 +254,13 @@ struct PairDecay {
         if constexpr (kLoadsEarly) until = loaded[j];
         else until = y.until_end(8 * j + 2 * t);
         float4 sums;
-        if constexpr (kOfPairs) sums = y.sums(8 * j + 2 * t);
+        if constexpr (kOfPairs) {
+          sums = y.sums(8 * j + 2 * t);
+          if (!kBack && kMayHaveGates && decay.is_gated()) {
+            const float2 gates = y.gates(8 * j + 2 * t);
+            sums.y -= gates.x, sums.w -= gates.y;
+          }
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if constexpr (kOfRows) {
@@ -249,8 +276,8 @@ struct PairDecay {
   }
 
  private:
-  __device__ __forceinline__ static float of_pair(const WalkSum& x, const float2& y, float until_end) {
-    return __float_as_int(until_end) < 0 ? 0.f : ptx::exp2_approx(fminf(x.since({y}), 0.f));
+  __device__ __forceinline__ float of_pair(const WalkSum& x, const float2& y, float until_end) const {
+    return __float_as_int(until_end) < 0 ? 0.f : ptx::exp2_approx(fminf(x.since({y}), kMayHaveGates ? decay.largest : 0.f));
   }
 };
 template <PairFactors kFactors>

@@ -176,6 +176,12 @@ struct ReadBlock {
     return {static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes)};
   }
 
+  // That are loaded with a tile of x or y.
+  __device__ __forceinline__ int decay_bytes() const {
+    if constexpr (kHasDecay) return a.decay.tile_bytes;
+    else return 0;
+  }
+
   __device__ __forceinline__ void load_snapshot(RingPosition at, const ItemSource& source, int i) const {
     const uint32_t stage = this->stage(at);
     ring.wait_until_empty(at);
@@ -193,9 +199,9 @@ struct ReadBlock {
     const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
     const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
     ring.wait_until_empty(at);
-    copied.expect(at, Tile::kPartBytes + Tile::kDecayBytes);
+    copied.expect(at, Tile::kPartBytes + decay_bytes());
     if constexpr (kHasDecay) {
-      ptx::bulk_load(y_decay(at).address, decay_tile_at(a, source.state(a), token), Tile::kDecayBytes, copied.full(at));
+      ptx::bulk_load(y_decay(at).address, decay_tile_at(a, source.state(a), token), decay_bytes(), copied.full(at));
     }
     RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
     RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
@@ -219,14 +225,14 @@ struct ReadBlock {
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_barrier(buffer);
     prefetch_sums<Tile::kSums>(a, a.sums, item);
-    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kDecayBytes));
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + decay_bytes()));
     for (int m = 0; m < kRowTiles; ++m) {
       const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
       const int row = item.row + tile_of(m) * kTileRows;
       if constexpr (kHasDecay) {
         const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
         const int last_seen = a.seen_end(row) + (kWindow ? state_lag(a.window) : 0);
-        ptx::bulk_load(x_decay(buffer, m).address, x_decay_tile(a, state, last_seen), Tile::kDecayBytes, barrier);
+        ptx::bulk_load(x_decay(buffer, m).address, x_decay_tile(a, state, last_seen), decay_bytes(), barrier);
       }
       RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
     }
@@ -576,7 +582,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
           }
         };
         const auto apply_decay = [&](auto factors) {
-          PairDecay<kValues, decltype(factors)::value, SharedDecayTile>(y, x.sum(row), x.sum(row + 8)).for_each_block(decay_block);
+          const WalkSum x0 = gated_sum<kValues, kDecayKind>(a.decay, x, row), x1 = gated_sum<kValues, kDecayKind>(a.decay, x, row + 8);
+          PairDecay<kValues, kDecayKind, decltype(factors)::value, SharedDecayTile>(a.decay, y, x0, x1).for_each_block(decay_block);
         };
         if constexpr (kDecayKind == DecayKind::kDecays) {
           if (kDiagonal && is_far<kValues>(y)) apply_decay(OfPairFactors<PairFactors::kPairs>());
@@ -631,14 +638,17 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         }
       }
       float shrink[2];
-      const auto weigh = [&](auto local, auto masked) {
+      const auto weigh = [&](auto local, auto masked, auto gated) {
         // Without decays of tokens there are none between a row and what it sees.
-        std::conditional_t<kDecayKind == DecayKind::kDecays, WindowDecay, NoWindowDecay> decay(x_decay(buffer, m), y_decay(), row, t);
+        using Decays = std::conditional_t<kDecayKind == DecayKind::kDecays, WindowDecay<false, decltype(gated)::value>, NoWindowDecay>;
+        Decays decay(x_decay(buffer, m), y_decay(), row, t);
         window_rows[m].template weigh<decltype(local)::value, decltype(masked)::value>(a, tile, decay, s, sums[m], shrink);
       };
       const auto weigh_masked = [&](auto masked) {
-        if (rows_between + kTileRows > a.window) weigh(OfLocalPairs<LocalPairs::kSome>(), masked);
-        else weigh(OfLocalPairs<LocalPairs::kAll>(), masked);
+        using MayHaveGates = std::bool_constant<kDecayKind == DecayKind::kDecays>;
+        if (rows_between + kTileRows <= a.window) weigh(OfLocalPairs<LocalPairs::kAll>(), masked, std::false_type());
+        else if (MayHaveGates::value && a.decay.is_gated()) weigh(OfLocalPairs<LocalPairs::kSome>(), masked, MayHaveGates());
+        else weigh(OfLocalPairs<LocalPairs::kSome>(), masked, std::false_type());
       };
       if (tile.is_whole()) weigh_masked(std::false_type());
       else weigh_masked(std::true_type());
@@ -658,19 +668,25 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
       const float* shifts = tile_scales(a.y_shift, a.ny, y_head, tile_token(a, a.ny, first_y_row + kTileRows * y_tile)) + 2 * t;
       const uint32_t attended[2] = {~0u, ~0u};  // rows that are not there have no values
       const WindowDistances<true> distances(rows_between, a.window, row, t, attended);
-      std::conditional_t<kHasDecay, WindowDecay, NoWindowDecay> decay(x_decay(buffer, m), y_decay(), row, t);
+      const auto weigh = [&](auto gated) {
+        using Decays = std::conditional_t<kHasDecay, WindowDecay<true, decltype(gated)::value>, NoWindowDecay>;
+        Decays decay(x_decay(buffer, m), y_decay(), row, t);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 shift = ptx::load_global_f32x2(shifts + 8 * j);
+        for (int j = 0; j < 8; ++j) {
+          const float2 shift = ptx::load_global_f32x2(shifts + 8 * j);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = s[4 * j + i];
-          const bool local = distances.is_local(j, i / 2, i % 2);
-          const float e = decay.of(j, i), f = local ? 1.f : fmaf(x, fmaf(x, a.c2, a.c1), a.c0);
-          const float weight = f * ptx::exp2_approx(local ? fmaf(a.local_scale, x, e - (i % 2 == 0 ? shift.x : shift.y)) : e);
-          x = distances.is_seen(j, i / 2, i % 2) ? weight : 0.f;
+          for (int i = 0; i < 4; ++i) {
+            float& x = s[4 * j + i];
+            const bool local = distances.is_local(j, i / 2, i % 2);
+            const float e = decay.of(j, i), of_global = e + decay.gate(j, i), f = local ? 1.f : fmaf(x, fmaf(x, a.c2, a.c1), a.c0);
+            const float weight = f * ptx::exp2_approx(local ? fmaf(a.local_scale, x, e - (i % 2 == 0 ? shift.x : shift.y)) : of_global);
+            x = distances.is_seen(j, i / 2, i % 2) ? weight : 0.f;
+          }
         }
-      }
+      };
+      using MayHaveGates = std::bool_constant<kDecayKind == DecayKind::kDecays>;
+      if (MayHaveGates::value && a.decay.is_gated()) weigh(MayHaveGates());
+      else weigh(std::false_type());
 #pragma unroll
       for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
     };

@@ -58,23 +58,35 @@ struct WindowTile {
   }
 };
 
-// log2 of the decays between a lane's rows of x and the columns of a tile of y, 8 j + 2 t and the next.
+// log2 of the decays between a lane's rows of x and the columns of a tile of y, 8 j + 2 t and the next; and of the gates of global keys,
+// which are rows of x where rows are reversed (kBack), else columns. Without gates (kGated) these are 0.
+template <bool kBack, bool kGated>
 struct WindowDecay {
-  SharedDecayTile y;
+  uint32_t y_sums, y_gates;
   WalkSum x[2];
+  float x_gates[2] = {0.f, 0.f};
   float4 sums = {};  // of the columns asked for last
+  float2 gates = {};
 
   __device__ __forceinline__ WindowDecay(const SharedDecayTile& x_tile, const SharedDecayTile& y_tile, int row, int t)
-      : y{y_tile.address + 16 * t}, x{x_tile.sum(row), x_tile.sum(row + 8)} {}
-  // i: from 0 to 3 for each j.
+      : y_sums(y_tile.address + 16 * t), y_gates(y_tile.address + 8 * t), x{x_tile.sum(row), x_tile.sum(row + 8)} {
+    if (kBack && kGated) x_gates[0] = x_tile.gate(row), x_gates[1] = x_tile.gate(row + 8);
+  }
+  // Both are asked for i from 0 to 3 of each j.
   __device__ __forceinline__ float of(int j, int i) {
-    if (i == 0) sums = y.sums(8 * j);
+    if (i == 0) sums = SharedDecayTile{y_sums}.sums(8 * j);
     return x[i / 2].since({i % 2 == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w)});
+  }
+  __device__ __forceinline__ float gate(int j, int i) {
+    if (kBack || !kGated) return x_gates[i / 2];
+    if (i == 0) gates = SharedDecayTile{y_gates}.gates(8 * j);
+    return i % 2 == 0 ? gates.x : gates.y;
   }
 };
 struct NoWindowDecay {
   __device__ __forceinline__ NoWindowDecay(const SharedDecayTile&, const SharedDecayTile&, int, int) {}
   __device__ __forceinline__ static float of(int, int) { return 0.f; }
+  __device__ __forceinline__ static float gate(int, int) { return 0.f; }
 };
 
 // A row's weights are relative to 2^reference.
@@ -90,7 +102,7 @@ struct WindowRows {
   template <LocalPairs kPairs, bool kMasked, class Decay>
   __device__ __forceinline__ void weigh(const ReadArgs& a, const WindowTile& tile, Decay& decay, float (&s)[32], float (&sums)[2],
                                         float (&shrink)[2]) {
-    constexpr bool kHasDecay = std::is_same_v<Decay, WindowDecay>;
+    constexpr bool kHasDecay = !std::is_same_v<Decay, NoWindowDecay>;
     constexpr bool kAll = kPairs == LocalPairs::kAll;
     const auto is_seen = [&](int j, int i) { return !kMasked || tile.is_seen(j, i); };
     const auto is_local = [&](int j, int i) { return kAll || tile.is_local(a.window, j, i); };
@@ -104,7 +116,9 @@ struct WindowRows {
         float y;  // without decays, over local_scale, which is positive
         if constexpr (kHasDecay) {
           const float e = decay.of(j, i);
-          y = is_local(j, i) ? fmaf(a.local_scale, x, e) : e;
+          float of_global = e;
+          if constexpr (!kAll) of_global += decay.gate(j, i);
+          y = is_local(j, i) ? fmaf(a.local_scale, x, e) : of_global;
         } else {
           y = is_local(j, i) ? x : 0.f;
         }
@@ -135,8 +149,8 @@ struct WindowRows {
           const float f = global[r].at(x, 1.f);
           float weight;
           if constexpr (kHasDecay) {
-            const float e = decay.of(j, i) - reference[r];
-            weight = (local ? 1.f : f) * ptx::exp2_approx(local ? fmaf(a.local_scale, x, e) : e);
+            const float e = decay.of(j, i) - reference[r], of_global = e + decay.gate(j, i);
+            weight = (local ? 1.f : f) * ptx::exp2_approx(local ? fmaf(a.local_scale, x, e) : of_global);
           } else {
             weight = local ? ptx::exp2_approx(fmaf(a.local_scale, x, -reference[r])) : f;
           }
@@ -210,14 +224,14 @@ struct WindowDistances {
 struct WindowPair {
   float slope, weight, flow;
 
-  // centred: x2.y2 + e. exponent: log2 of the decay. shift: of the query.
+  // centred: x2.y2 + e. exponent: log2 of the decay. gate: that of the global key's. shift: of the query.
   __device__ __forceinline__ static WindowPair local(const GradArgs& a, float score, float centred, float exponent, float shift) {
     const float weight = ptx::exp2_approx(fmaf(a.local_scale, score, exponent - shift)), flow = weight * centred;
     return {a.local_slope * flow, weight, flow};
   }
   __device__ __forceinline__ static WindowPair any(const GradArgs& a, bool is_local, float score, float centred, float exponent,
-                                                   float shift) {
-    const float power = ptx::exp2_approx(is_local ? fmaf(a.local_scale, score, exponent - shift) : exponent);
+                                                   float gate, float shift) {
+    const float power = ptx::exp2_approx(is_local ? fmaf(a.local_scale, score, exponent - shift) : exponent + gate);
     const float slope = is_local ? a.local_slope : fmaf(score, a.g1, a.g0);
     const float f = is_local ? 1.f : fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
     centred *= power;
