@@ -59,9 +59,10 @@ struct PairSums {
 size_t pair_sum_bytes(const BwdParams& p);
 PairSums pair_sums(const BwdParams& p, void* workspace);
 
-// Computes p.grad_log_input_gate, which is by_global_key or by_key, and p.grad_log_decay, each where it is wanted. For token t it is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts
-// at token pos(i) + lag, from t on minus that of by_key. The totals of both are equal, and rounding errors are removed. Reads the states
-// and their gradients. workspace: decay_gradient_bytes.
+// Computes p.grad_log_input_gate, which is by_global_key or by_key, and p.grad_log_decay, each where it is wanted. For token t the latter
+// is the sum of p_ij over j < t <= pos(i) + lag: the sum of by_query, of which a query counts at token pos(i) + lag, from t on minus that
+// of by_key. The totals of both are equal, and rounding errors are removed. Reads the states and their gradients. workspace:
+// decay_gradient_bytes.
 size_t decay_gradient_bytes(const BwdParams& p);
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream);
 

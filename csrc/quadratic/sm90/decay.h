@@ -6,6 +6,8 @@
 // of the tile come before all queries that see it, no factor of a query exceeds 1, and no factor of a key its gate. If the tile as a
 // whole decays by no more than kMostSpan, none exceeds that by more than 2^kMostSpan. Other partly visible tiles take the difference of
 // sums for each pair, which stays accurate for large sums. An exact window has exponents with their rounding errors instead.
+//
+// A factor below 2^-126 is 0. Without gates pairs are then fully decayed; with gates, which are below 2^44, pairs below 2^-82 may be lost.
 #pragma once
 
 #include <climits>
