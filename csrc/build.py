@@ -62,9 +62,10 @@ SPILL_EXCEPTIONS = {
     "to five words beside what fills the registers, read once per block",
     r"linear_read_sm90_kernel<128, false, .*DecayKind\)2, false, false>": "a word once per 256 rows",
     r"linear_read_sm90_kernel<128, false, .*, false, true>": "of an exact window up to four dozen words, most of them once per "
-    "256 rows; with decays some hundred, in tiles with local keys, beside sums and scores",
+    "256 rows; with decays some hundred, in tiles with local keys, beside sums and scores, and more where these have gates",
     r"linear_read_sm90_kernel<128, true, .*, false, true>": "of an exact window up to four words",
     r"linear_grad_sm90_kernel<64, .*Grads\)0, .*DecayKind\)0, true>": "of an exact window a word once per two stars",
+    r"linear_grad_sm90_kernel<32, .*Grads\)2, .*DecayKind\)3, true>": "of an exact window two words of decays",
     r"linear_grad_sm90_kernel<128, .*DecayKind\)[123], true>": "of an exact window up to 30 words, once per work tile",
     r"linear_grad_sm90_kernel<64, .*DecayKind\)[123], (true|false)>": "up to eight words of decays beside what fills the "
     "registers; most once per work tile, one or two once per two stars",

@@ -189,13 +189,15 @@ __device__ __forceinline__ void for_each_pair(const Decay& decay, const WalkSum 
   const int lane_column = 2 * static_cast<int>(threadIdx.x % 4);
   const auto column_lane = [&](int i) { return lane_column + i / 2 * 8 + i % 2; };
   if (before) {
-    const WalkSum last = decay.y_is_gated ? from_lane(x[0], 0) : from_lane(slab, 8 * kBlocks8 - 1);
-    const float column = ptx::exp2_approx(last.since(slab));
+    const bool is_x = decay.y_is_gated;
+    const WalkSum of_lane{make_float2(is_x ? x[0].g.x : slab.g.x, is_x ? x[0].g.y : slab.g.y)};
+    const WalkSum between = from_lane(of_lane, is_x ? 0 : 8 * kBlocks8 - 1);
+    const float column = ptx::exp2_approx(between.since(slab));
     float rows[kRows8];
     bool some_zero = column == 0.f;
 #pragma unroll
     for (int j = 0; j < kRows8; ++j) {
-      rows[j] = ptx::exp2_approx(x[j].since(last));
+      rows[j] = ptx::exp2_approx(x[j].since(between));
       some_zero = some_zero || rows[j] == 0.f;
     }
     const auto visit = [&](auto may_be_zero) {

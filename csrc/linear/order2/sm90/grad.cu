@@ -110,7 +110,8 @@ struct GradBlock {
 
   // That are loaded with a tile of x or y.
   __device__ __forceinline__ int decay_bytes() const {
-    if constexpr (kDecayBytes != 0) return a.decay.tile_bytes;
+    if constexpr (kDecayBytes != 0 && kDecayKind == DecayKind::kBounds) return offsetof(DecayTile, gates);
+    else if constexpr (kDecayBytes != 0) return a.decay.tile_bytes;
     else return 0;
   }
 
@@ -1057,8 +1058,7 @@ struct GradConsumer {
 
     // ---- tiles with local pairs
 
-    // kMasked: some pairs are not seen. kDecayed: they decay. kGated: global keys have gates. x_shift: of queries; of keys, log2 of their
-    // gates (add_intra_chunk).
+    // kMasked: some pairs are not seen. kDecayed: they decay. kGated: global keys have gates.
     template <LocalPairs kPairs, bool kMasked, bool kDecayed, bool kGated = false>
     __device__ __forceinline__ void add_local_tile(int y_tile, const WindowDistances<kBack>& distances, const float (&x_shift)[2]) {
       const GradArgs& a = c.a;
@@ -1066,11 +1066,15 @@ struct GradConsumer {
       const uint32_t y_e = c.b.scales_at + c.at.stage * kScaleBytes;
       float s[32], p[32];
       uint32_t slopes[16], weights[kValues ? 16 : 1];
-      [[maybe_unused]] float global_pairs[2] = {0.f, 0.f};
+      [[maybe_unused]] float global_pairs[2] = {0.f, 0.f}, x_gates[2] = {0.f, 0.f};
       begin_products(s, p, y, y2);
       wgmma_wait<0>();
       keep(s), keep(p);
       c.b.ring.release(before, c.b.lane, releases);
+      if constexpr (kGated && kBack) {
+        const auto decay = c.x_decay(tile, item);
+        x_gates[0] = decay.gate(c.row), x_gates[1] = decay.gate(c.row + 8);
+      }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int first = 8 * j + 2 * c.t;
@@ -1086,7 +1090,7 @@ struct GradConsumer {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : tile.x_e[r];
-            [[maybe_unused]] const float gate = !kGated ? 0.f : kBack ? x_shift[r] : i == 0 ? gates.x : gates.y;
+            [[maybe_unused]] const float gate = kBack ? x_gates[r] : i == 0 ? gates.x : gates.y;
             const float shift = kBack ? (i == 0 ? column_shift.x : column_shift.y) : x_shift[r];
             float exponent = 0.f;
             if constexpr (kDecayed) exponent = x_sums[r].since({i == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w)});
@@ -1163,7 +1167,7 @@ struct GradConsumer {
         if (a.decay.is_gated()) {  // from here on apart from the sums of decays, as local pairs do not have them
           const auto decay = x_decay(tile, item);
 #pragma unroll
-          for (int r = 0; r < 2; ++r) x_shift[r] = decay.gate(row + 8 * r), x_sums[r] = decay.sum(row + 8 * r);
+          for (int r = 0; r < 2; ++r) x_sums[r] = decay.sum(row + 8 * r);
           if constexpr (kSumsPairs) add_global_pairs(pairs, /*first=*/true);
         }
       }

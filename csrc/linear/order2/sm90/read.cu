@@ -178,7 +178,8 @@ struct ReadBlock {
 
   // That are loaded with a tile of x or y.
   __device__ __forceinline__ int decay_bytes() const {
-    if constexpr (kHasDecay) return a.decay.tile_bytes;
+    if constexpr (kDecayKind == DecayKind::kBounds) return offsetof(DecayTile, gates);
+    else if constexpr (kHasDecay) return a.decay.tile_bytes;
     else return 0;
   }
 
@@ -644,13 +645,14 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind
         Decays decay(x_decay(buffer, m), y_decay(), row, t);
         window_rows[m].template weigh<decltype(local)::value, decltype(masked)::value>(a, tile, decay, s, sums[m], shrink);
       };
+      using MayHaveGates = std::bool_constant<kDecayKind == DecayKind::kDecays>;
       const auto weigh_masked = [&](auto masked) {
-        using MayHaveGates = std::bool_constant<kDecayKind == DecayKind::kDecays>;
-        if (rows_between + kTileRows <= a.window) weigh(OfLocalPairs<LocalPairs::kAll>(), masked, std::false_type());
-        else if (MayHaveGates::value && a.decay.is_gated()) weigh(OfLocalPairs<LocalPairs::kSome>(), masked, MayHaveGates());
-        else weigh(OfLocalPairs<LocalPairs::kSome>(), masked, std::false_type());
+        if (rows_between + kTileRows > a.window) weigh(OfLocalPairs<LocalPairs::kSome>(), masked, std::false_type());
+        else weigh(OfLocalPairs<LocalPairs::kAll>(), masked, std::false_type());
       };
-      if (tile.is_whole()) weigh_masked(std::false_type());
+      if (MayHaveGates::value && a.decay.is_gated() && rows_between + kTileRows > a.window) {
+        weigh(OfLocalPairs<LocalPairs::kSome>(), std::true_type(), MayHaveGates());
+      } else if (tile.is_whole()) weigh_masked(std::false_type());
       else weigh_masked(std::true_type());
 #pragma unroll
       for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
