@@ -84,11 +84,11 @@ class Trainer:
         self._warm_up()
         every, cuda = max(1, self.recipe.steps // self.recipe.rows), self.device.type == "cuda"
         began = self._now() - self.seconds
-        while not self.stop and self._progress() < 1:
+        while not self.stop and self.progress() < 1:
             self._train_step()
             after_step()
             self.seconds = time.perf_counter() - began
-            ended = self._progress() >= 1
+            ended = self.progress() >= 1
             if self.step % every == 0 or ended or self.stop:
                 self.seconds = self._now() - began  # includes work still queued on the device
             if self.step % every == 0 or ended:
@@ -104,7 +104,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        return self._progress() >= 1
+        return self.progress() >= 1
 
     def state_dict(self) -> dict:
         """Returns all that `run` needs to resume, except the model."""
@@ -118,13 +118,14 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"].cpu())
 
-    def _progress(self) -> float:
+    def progress(self) -> float:
+        """Returns the part of the training that is done, by steps or by seconds, whichever is further."""
         by_steps = self.step / self.recipe.steps
         return by_steps if self.recipe.seconds is None else max(by_steps, self.seconds / self.recipe.seconds)
 
     def _train_step(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, self.step, self._progress())
+            group["lr"] = learning_rate(self.recipe, self.step, self.progress())
         losses = []
         for _ in range(self.recipe.accumulate):
             batch = self.batch(self.generator)

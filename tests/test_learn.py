@@ -453,7 +453,7 @@ def test_bytes_are_predicted_from_those_near(text):
     expected = torch.arange(256)
     assert torch.equal(near, torch.where(expected < 64, expected + 1, expected % 32 + 33).double())
     whole = free_windows._near(Place(), replace(setting, windows=((0.0, 256),)), batches)
-    assert torch.equal(whole, free_windows._whole(Place(), setting, batches)) and torch.equal(whole, expected + 1.0)
+    assert torch.equal(whole, free_windows._by_position(Place(), setting, batches)) and torch.equal(whole, expected + 1.0)
 
 
 def test_windows_grow_with_the_time_that_has_passed(text, place):

@@ -8,7 +8,7 @@ from at most as many as the longest training window has ("near"). In settings wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,6 @@ from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import fastest_softmax, parameters
 
-BUCKETS = 32  # ranges of positions whose losses are averaged
 FACT_PLACES = 2 * needle.LINE  # bytes of a fact in a training window, which has each twice
 
 
@@ -107,12 +106,11 @@ def _trainer(
     }
     recipe = setting.model.recipe(place)
     validation = _windows(held_out, setting, setting.model.validation)
-    trainer = training.Trainer(gpt, recipe, lambda generator: draws[setting.window_at(progress())](generator), validation, seed)
 
-    def progress() -> float:
-        by_time = 0.0 if recipe.seconds is None else trainer.seconds / recipe.seconds
-        return min(1.0, max(by_time, trainer.step / recipe.steps))
+    def draw(generator: torch.Generator) -> text.Batch:
+        return draws[setting.window_at(trainer.progress())](generator)
 
+    trainer = training.Trainer(gpt, recipe, draw, validation, seed)
     if place.compile:
         warm = data.generator(train_data.device, 0)
         for length in sorted(lengths):
@@ -132,10 +130,9 @@ def _windows(held_out: Tensor, setting: Setting, count: int) -> list[text.Batch]
 def _test(gpt: nn.Module, setting: Setting, held_out: Tensor) -> Iterator[Row]:
     """Yields rows of "whole" and "near" losses, whose `at` is the length of the window, and by position "whole position" and
     "near position"; and of facts found, "whole needle" and "near needle", whose `at` is the length of the text."""
-    for name, loss in (("whole", _whole), ("near", _near)):
+    for name, loss in (("whole", _by_position), ("near", _near)):
         losses = loss(gpt, setting, _windows(held_out, setting, setting.model.final))
-        for part in losses.tensor_split(min(BUCKETS, len(losses))):
-            yield {"measure": f"{name} position", "at": part.storage_offset() + len(part), "value": part.mean().item()}
+        yield from language.position_rows(losses, f"{name} position")
         yield {"measure": name, "at": len(losses), "value": losses.mean().item()}
     for length in setting.lengths:
         drawn = data.generator(held_out.device, needle.TEST_SEED)
@@ -144,10 +141,6 @@ def _test(gpt: nn.Module, setting: Setting, held_out: Tensor) -> Iterator[Row]:
         for name, cut in (("whole", length), ("near", min(length, setting.longest))):
             right = [needle.found(gpt, part[:, length - cut :], setting.model.bf16).all(-1) for part in texts.split(4)]
             yield {"measure": f"{name} needle", "at": length, "value": 100 * torch.cat(right).double().mean().item()}
-
-
-def _whole(gpt: nn.Module, setting: Setting, batches: list[text.Batch]) -> Tensor:
-    return _by_position(gpt, setting, batches)
 
 
 def _near(gpt: nn.Module, setting: Setting, batches: list[text.Batch]) -> Tensor:
@@ -167,8 +160,8 @@ def _near(gpt: nn.Module, setting: Setting, batches: list[text.Batch]) -> Tensor
 
 
 def _by_position(gpt: nn.Module, setting: Setting, batches: list[text.Batch]) -> Tensor:
-    eager: Callable = torch.compiler.set_stance("force_eager")  # each length would be compiled separately
-    with eager:
+    """Returns the mean loss at each position of the windows."""
+    with torch.compiler.set_stance("force_eager"):  # each length would be compiled separately
         return training.evaluate_by_position(gpt, batches, setting.model.bf16)[0]
 
 

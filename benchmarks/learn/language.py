@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.learn import data
 from benchmarks.learn.examples import model, text, training
@@ -92,10 +92,15 @@ def trained_losses(gpt: nn.Module, batches: list[text.Batch], bf16: bool) -> Ite
     losses of the whole window and of its last quarter, `at` the length of the window.
     """
     losses, _ = training.evaluate_by_position(gpt, batches, bf16)  # every position has the same number of tokens
-    for part in losses.tensor_split(min(BUCKETS, len(losses))):
-        yield {"measure": "position", "at": part.storage_offset() + len(part), "value": part.mean().item()}
+    yield from position_rows(losses, "position")
     yield {"measure": "last_quarter", "at": len(losses), "value": losses[-len(losses) // 4 :].mean().item()}
     yield {"measure": "loss", "at": len(losses), "value": losses.mean().item()}
+
+
+def position_rows(losses: Tensor, measure: str) -> Iterator[Row]:
+    """Yields rows of the mean losses in BUCKETS ranges of positions, given the loss at each position."""
+    for part in losses.tensor_split(min(BUCKETS, len(losses))):
+        yield {"measure": measure, "at": part.storage_offset() + len(part), "value": part.mean().item()}
 
 
 def train_run(variant: str, setting: Setting, seed: int, lr: float, place: Place) -> Iterator[Row]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.learn.examples import text
 
-# Of a line `from ..x import a, b` the dots, the module and the names; of `import x, y` the modules. Names in further lines are
-# left out.
+# Matches an import statement. The groups are, for `from ..x import a, b`, the dots, the module and the names, and for
+# `import x, y` the modules. The pattern ignores names that follow on later lines.
 IMPORT = re.compile(
     rb"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([\w., \t]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
