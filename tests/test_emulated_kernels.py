@@ -294,13 +294,16 @@ GATED = [
         gate="far apart",
         decay_gradient=False,
     ),
-    # Products of the smallest gate, or of the reciprocal of a sum of such weights, with what a tile of 64 or 128 tokens decays by.
+    # Products of the smallest gate, or of the reciprocal of a sum of such weights, with what a tile of 64 or 128 tokens
+    # decays by.
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.25, gate="smallest", schedules=1),
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.5, gate="smallest", schedules=1),
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=1, hk=1, decay=-0.25, gate="largest", schedules=1),
     Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary", gate="ordinary"),
     Case("flash", "flash_decay_sm90", 257, 300, 64, h=4, hk=2, decay=-0.5, gate="smallest", schedules=1),
-    Case("flash", "flash_decay_sm90", 257, 300, 64, hk=1, decay="ordinary", gate="far apart", dtype=torch.float16, backward=False),
+    Case(
+        "flash", "flash_decay_sm90", 257, 300, 64, hk=1, decay="ordinary", gate="far apart", dtype=torch.float16, backward=False
+    ),
     Case("flash", "flash_decay_sm90", 257, 300, 64, gate="far apart", padding=True),
     Case("flash", "flash_decay_sm90", 257, 300, 128, h=2, hk=1, decay="none, ordinary or strong", gate="ordinary", left=70),
     gated_window(300, 345, 64, h=4, hk=2, decay="ordinary", gate="ordinary", exact_window=40),

@@ -127,8 +127,15 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
 
 // The buffers of local and buffered tokens in a state.
 struct LocalTokens {
-  const Tensor &keys, &values, &mask, &decays, &gates, &buffered;
+  const Tensor &keys, &values, &mask, &decays, &buffered;
+  const OptionalTensor& gates;
 };
+
+void check_written(const char* name, const Tensor& x, const Tensor& q, ScalarType dtype) {
+  check_device(name, x, q);
+  FASTMAX_CHECK(x.scalar_type() == dtype, name, " has the wrong dtype for q's");
+  FASTMAX_CHECK(x.is_contiguous(), name, " must be contiguous to be written in place");
+}
 
 void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
   const int64_t b = k.size(0), hk = k.size(1);
@@ -140,39 +147,38 @@ void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, con
   check_shape("local_values", local.values, {b, hk, places, v.size(3)});
   check_shape("local_mask", local.mask, {b, hk, places});
   check_shape("local_decays", local.decays, {b, hk, places});
-  check_shape("local_gates", local.gates, {b, hk, places});
   check_shape("buffered", local.buffered, {b, hk});
   const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"local_keys", &local.keys, q.scalar_type()},
                                                                          {"local_values", &local.values, q.scalar_type()},
                                                                          {"local_mask", &local.mask, ScalarType::Bool},
                                                                          {"local_decays", &local.decays, wide},
-                                                                         {"local_gates", &local.gates, wide},
                                                                          {"buffered", &local.buffered, ScalarType::Int}};
-  for (const auto& [name, x, dtype] : expected) {
-    check_device(name, *x, q);
-    FASTMAX_CHECK(x->scalar_type() == dtype, name, " has the wrong dtype for q's");
-    FASTMAX_CHECK(x->is_contiguous(), name, " must be contiguous to be written in place");
+  for (const auto& [name, x, dtype] : expected) check_written(name, *x, q, dtype);
+  if (local.gates.has_value()) {
+    check_shape("local_gates", *local.gates, {b, hk, places});
+    check_written("local_gates", *local.gates, q, wide);
   }
 }
 
 Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                               const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
-                              const Tensor& local_gates, const Tensor& buffered, const OptionalTensor& attention_mask,
-                              const OptionalTensor& log_decay,
-                              const OptionalTensor& log_input_gate,
-                              int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
+                              const Tensor& buffered, const OptionalTensor& local_gates, const OptionalTensor& attention_mask,
+                              const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, order);
-  check_local({local_keys, local_values, local_mask, local_decays, local_gates, buffered}, q, k, v, exact_window);
+  check_local({local_keys, local_values, local_mask, local_decays, buffered, local_gates}, q, k, v, exact_window);
+  FASTMAX_CHECK(!log_input_gate.has_value() || local_gates.has_value(), "log_input_gate needs local_gates, got None");
   FASTMAX_CHECK(kv_state.is_contiguous() && k_sum.is_contiguous(),
                   "kv_state and k_sum must be contiguous to be written in place");
-  const Tensor* const written[] = {&kv_state, &k_sum, &local_keys, &local_values, &local_mask, &local_decays, &local_gates, &buffered};
+  const Tensor* const written[] = {&kv_state, &k_sum, &local_keys, &local_values, &local_mask, &local_decays, &buffered,
+                                   local_gates.has_value() ? &*local_gates : nullptr};
   const Tensor* const read[] = {&q, &k, &v, attention_mask.has_value() ? &*attention_mask : nullptr,
                                 log_decay.has_value() ? &*log_decay : nullptr, log_input_gate.has_value() ? &*log_input_gate : nullptr};
   for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
+    if (*x == nullptr) continue;
     for (const Tensor* const* y = x + 1; y != std::end(written); ++y) {
-      FASTMAX_CHECK(!overlap(**x, **y), "the tensors of the state must not overlap to be written in place");
+      FASTMAX_CHECK(*y == nullptr || !overlap(**x, **y), "the tensors of the state must not overlap to be written in place");
     }
     for (const Tensor* y : read) {
       FASTMAX_CHECK(y == nullptr || !overlap(**x, *y), "the token must not overlap the state, which is written in place");
@@ -188,7 +194,7 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
   p.exact_window = static_cast<int>(exact_window), p.flush_interval = static_cast<int>(places - exact_window);
   p.local_keys = local_keys.data_ptr(), p.local_values = local_values.data_ptr();
   p.local_mask = static_cast<uint8_t*>(local_mask.data_ptr()), p.local_decays = static_cast<float*>(local_decays.data_ptr());
-  p.local_gates = static_cast<float*>(local_gates.data_ptr());
+  p.local_gates = local_gates.has_value() ? static_cast<float*>(local_gates->data_ptr()) : nullptr;
   p.buffered = static_cast<int*>(buffered.data_ptr());
   print_kernel("buffered_step_: buffered_sm80", p.step);
   if (p.step.b == 0) return o;

@@ -44,6 +44,10 @@ struct Work {
 
 __device__ __forceinline__ int places(const BufferedParams& p) { return p.exact_window + p.flush_interval; }
 
+__device__ __forceinline__ float gate_at(const BufferedParams& p, int64_t place) {
+  return p.local_gates != nullptr ? p.local_gates[place] : 0.f;
+}
+
 // Contents of a state at the beginning of a step.
 struct Held {
   // whether the buffer is full and is flushed first
@@ -248,7 +252,7 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
     const bool there = lane < count && p.local_mask[first_place + first + lane] != 0;
     const float after =
         sum_of_later_lanes(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.flush_interval);
-    const float token_factor = !there ? 0.f : nan_decays.token ? nanf("") : gated(expf(after), p.local_gates[first_place + first + lane]);
+    const float token_factor = !there ? 0.f : nan_decays.token ? nanf("") : gated(expf(after), gate_at(p, first_place + first + lane));
     const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.flush_interval), factor = nan_decays.sums && first == 0 ? nanf("") : expf(of_sums);
     const bool is_reset = of_sums == -INFINITY;
     const uint32_t takes_part = __ballot_sync(~0u, token_factor != 0.f);
@@ -445,7 +449,7 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
   float decay = 0.f, gate = 0.f;
   if (token < held.before) {
     there = p.local_mask[held.first + token] != 0;
-    decay = without_nan(p.local_decays[held.first + token]), gate = p.local_gates[held.first + token];
+    decay = without_nan(p.local_decays[held.first + token]), gate = gate_at(p, held.first + token);
   } else if (token == held.before) {
     there = joins_state(s, batch);
     decay = without_nan(decay_of_token(s, batch, kv_head)), gate = gate_of_token(s, batch, kv_head);
@@ -550,14 +554,14 @@ __device__ void append_token(const BufferedParams& p, const Held& held, int stat
     move_to_front(static_cast<Element*>(p.local_values) + first * s.dv, p.exact_window, p.flush_interval, s.dv);
     move_to_front(p.local_mask + first, p.exact_window, p.flush_interval, 1);
     move_to_front(p.local_decays + first, p.exact_window, p.flush_interval, 1);
-    move_to_front(p.local_gates + first, p.exact_window, p.flush_interval, 1);
+    if (p.local_gates != nullptr) move_to_front(p.local_gates + first, p.exact_window, p.flush_interval, 1);
   }
   append_row<Element>(p.local_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
   append_row<Element>(p.local_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
   if (threadIdx.x == 0) {
     p.local_mask[place] = joins_state(s, batch);
     p.local_decays[place] = decay_of_token(s, batch, kv_head);
-    p.local_gates[place] = gate_of_token(s, batch, kv_head);
+    if (p.local_gates != nullptr) p.local_gates[place] = gate_of_token(s, batch, kv_head);
     p.buffered[state] = held.before - p.exact_window + 1;
   }
 }

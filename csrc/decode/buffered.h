@@ -23,7 +23,7 @@ struct BufferedParams {
   void* local_values;   // (b, hk, W + T, dv) contiguous
   uint8_t* local_mask;  // (b, hk, W + T) contiguous, 0 = the token is masked
   float* local_decays;  // (b, hk, W + T) contiguous: log_decay of the tokens, including -inf
-  float* local_gates;   // (b, hk, W + T) contiguous: log_input_gate of the tokens, in its range
+  float* local_gates;   // (b, hk, W + T) contiguous: log_input_gate of the tokens, in its range; may be null
   int* buffered;        // (b, hk) contiguous, 0 to T: tokens beyond the W; slots after them are not read
   void* workspace;
 };

@@ -106,7 +106,6 @@ class Call(NamedTuple):
             of_local_keys=False,
             of_states=True,
             needs_causal=True,
-            has_kernels=False,
         ),
     ] = None
 

@@ -10,7 +10,6 @@ A graph that `torch.compile` makes calls the operators of kernels themselves, so
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -32,7 +31,7 @@ FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # name of an operator -> its 
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._is_tracing  # torch.jit.trace
-_NOT_IN_KERNELS = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels) | {"local_gates"}
+_NOT_IN_KERNELS = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
 
@@ -55,7 +54,7 @@ class Kernel:
         self._read = itemgetter(*[i for i in range(len(arguments)) if i not in self._unread])
         self._missing = [i for i, result in enumerate(results) if result.removeprefix("grad_") in _NOT_IN_KERNELS]
         for tensor in _NOT_IN_KERNELS:
-            schema = re.sub(rf"Tensor(\(\w!\))?\? {tensor}, ", "", schema).replace(f", Tensor grad_{tensor}", "")
+            schema = schema.replace(f"Tensor? {tensor}, ", "").replace(f", Tensor grad_{tensor}", "")
         _KERNELS.define(schema)
         _KERNELS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the operator has the gradient
         torch.library.register_fake(f"fastmax_cuda::{name}", self._fake_results, lib=_KERNELS)
