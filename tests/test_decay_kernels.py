@@ -31,7 +31,8 @@ OF_FASTMAX = (
     *(*SCORE, "causal", "dropout", "algorithm", "tf32"),
 )
 OF_SOFTMAX = (*"qkv", "mask", "log_decay", "first", "end", "gate", "scale", "causal", "left", "right", "tf32")
-RESULTS = ("o", "sum", "q", "k", "v", "log_decay")
+OF_KEYS = ("log_decay", "gate")  # whose gradients are sums of pairs
+RESULTS = ("o", "sum", "q", "k", "v", "log_decay", "gate")
 
 
 class Problem(NamedTuple):
@@ -56,20 +57,36 @@ def decays(kind, hk, m):
     return make_decay(kind, 2, hk, m, device=DEVICE)
 
 
-def of_fastmax(mode, algorithm, n, m=None, *, decay="ordinary", d=64, h=4, hk=2, first=None, **options):
+def gates(kind, hk, m):
+    """Returns gates (2, hk, m), or None. Of "far apart" some are the ends of the range."""
+    if kind is None:
+        return None
+    gate = 2.0 * torch.randn(2, hk, m, device=DEVICE)
+    if kind == "far apart":
+        drawn = torch.rand(2, hk, m, device=DEVICE)
+        gate = torch.where(drawn < 0.3, -60.0, torch.where(drawn > 0.97, 30.0, gate))
+    return gate
+
+
+def of_fastmax(mode, algorithm, n, m=None, *, decay="ordinary", gate=None, d=64, h=4, hk=2, first=None, **options):
     """Returns the arguments of the operators. `first` are bounds of keys; operators also accept a decay without them."""
     m = m or n
     case = fastmax_kernels.size("", n, m, d=d, h=h, hk=hk, **options)
     arguments, grad_o = fastmax_kernels.operands(case, mode, algorithm)
-    arguments = dict(zip(OF_FASTMAX, arguments, strict=True)) | {"log_decay": decays(decay, hk, m), "first": first}
+    arguments = dict(zip(OF_FASTMAX, arguments, strict=True)) | accompanying(decay, gate, first, hk, m)
     return Problem(arguments, (grad_o, torch.randn(2, h, n, device=DEVICE) / 30), False)
 
 
-def of_softmax(mode, n, m=None, *, left=-1, decay="ordinary", d=64, h=4, hk=2, first=None, **options):
+def accompanying(decay, gate, first, hk, m):
+    log_decay = None if decay is None else decays(decay, hk, m)
+    return {"log_decay": log_decay, "gate": gates(gate, hk, m), "first": first}
+
+
+def of_softmax(mode, n, m=None, *, left=-1, decay="ordinary", gate=None, d=64, h=4, hk=2, first=None, **options):
     m = m or n
     case = flash.Case(n, m, left, -1, d, options.pop("dv", d), h, hk, causal=True, **options)
     arguments, grads = flash.operands(case, mode)
-    arguments = dict(zip(OF_SOFTMAX, arguments, strict=True)) | {"log_decay": decays(decay, hk, m), "first": first}
+    arguments = dict(zip(OF_SOFTMAX, arguments, strict=True)) | accompanying(decay, gate, first, hk, m)
     return Problem(arguments, grads, True)
 
 
@@ -81,14 +98,17 @@ def run(problem):
     o, total = forward(q, k, v, *rest)
     verify.poison_free_memory(DEVICE)
     grads = backward(*problem.grads, q, k, v, o, total, *rest)
-    return dict(zip(RESULTS, (o, total, *grads[:3], grads[-2]), strict=True))
+    results = dict(zip(RESULTS, (o, total, *grads[:3], *grads[-2:]), strict=True))
+    return {name: x for name, x in results.items() if name not in OF_KEYS or problem.arguments[name] is not None}
 
 
 def definition(problem, dtype):
-    """Returns the same results from the whole matrix of weights, in a dtype. Decays are float64, exponents at least float32."""
+    """Returns the same results from the whole matrix of weights, in a dtype. Decays and gates are float64, exponents at least
+    float32."""
     x = problem.arguments
     q, k, v = (x[name].to(dtype).requires_grad_() for name in "qkv")
-    log_decay = x["log_decay"].double().requires_grad_()
+    of_keys = {name: x[name].double().requires_grad_() for name in OF_KEYS if x[name] is not None}
+    none = torch.zeros(*k.shape[:3], dtype=torch.float64, device=DEVICE)
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     positions, keys = torch.arange(n, device=DEVICE) + m - n, torch.arange(m, device=DEVICE)
     sees = keys <= positions[:, None]
@@ -99,8 +119,10 @@ def definition(problem, dtype):
         sees = sees & x["mask"][:, None, None, :]
     if x["first"] is not None:
         sees = sees & (keys >= x["first"].repeat_interleave(group, 1)[..., None])
-    sums = log_decay.cumsum(-1).repeat_interleave(group, 1)
-    exponent = torch.where(sees, sums[..., positions.clamp(min=0), None] - sums[..., None, :], 0.0)
+    sums, gate = (of_keys.get(name, none).repeat_interleave(group, 1) for name in OF_KEYS)
+    sums = sums.cumsum(-1)
+    exponent = sums[..., positions.clamp(min=0), None] - sums[..., None, :] + gate[..., None, :]
+    exponent = torch.where(sees, exponent, 0.0)
     s = x["scale"] * (q @ k.repeat_interleave(group, 1).mT)
     if problem.softmax:
         wide = torch.promote_types(dtype, torch.float32)
@@ -118,8 +140,9 @@ def definition(problem, dtype):
     total = torch.where(blind, -torch.inf, z_or_one.log() + shift) if problem.softmax else z
     grad_o, grad_total = problem.grads
     loss = (o * grad_o.to(dtype)).sum() + torch.where(blind, 0.0, total * grad_total[..., None].to(total.dtype)).sum()
-    grads = torch.autograd.grad(loss, (q, k, v, log_decay))
-    return dict(zip(RESULTS, (o.detach(), total.detach().squeeze(-1), *grads), strict=True))
+    leaves = {"q": q, "k": k, "v": v} | of_keys
+    grads = dict(zip(leaves, torch.autograd.grad(loss, tuple(leaves.values())), strict=True))
+    return {"o": o.detach(), "sum": total.detach().squeeze(-1)} | grads
 
 
 def check(problem, mode, least=None, bounds_alone=False):
@@ -138,9 +161,9 @@ def check(problem, mode, least=None, bounds_alone=False):
         assert torch.equal(x.isfinite(), seen), name
         x, y, z = (values[seen].double() for values in (x, exact[name], plain[name]))
         # Where a query sees little but one key, grad_o . v and grad_o . o cancel but for a rounding of them.
-        terms = {"q": 0.1, "k": 0.1, "log_decay": 1e-3}.get(name, 0.0) * exact["v"].norm()
+        terms = {"q": 0.1, "k": 0.1, "log_decay": 1e-3, "gate": 1e-3}.get(name, 0.0) * exact["v"].norm()
         size = max(y.norm(), terms)
-        times = 4 if name == "log_decay" else 2  # differences of two sums of pairs
+        times = 4 if name in OF_KEYS else 2  # differences of two sums of pairs
         allowed = max(times * (z - y).norm() / size + flash.FLOOR, times * rounding) if least is None else least
         assert (x - y).norm() / size <= allowed, name
     again = results()

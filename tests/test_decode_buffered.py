@@ -293,7 +293,7 @@ def test_the_operator_itself_refuses_to_record():
 # ---- CUDA
 
 
-def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
+def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, gates):
     """Returns filled tensors for `ops.buffered_step_`. Places without a token hold arbitrary finite numbers."""
     generator = torch.Generator("cuda").manual_seed(window + flush_interval + buffered)
     k, v = (torch.randn(3, hk, 40, x, generator=generator, device="cuda", dtype=torch.float64) for x in (d, dv))
@@ -307,7 +307,8 @@ def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
     decays[0, :, window // 2] = -torch.inf
     count = torch.full((3, hk), buffered, dtype=torch.int32, device="cuda")
     count[1] = flush_interval  # entries of their own
-    return [state.kv_state.to(wide), state.k_sum.to(wide), *near, mask, decays, count]
+    local_gates = 2.0 * torch.randn(places, generator=generator, device="cuda", dtype=wide) if gates else None
+    return [state.kv_state.to(wide), state.k_sum.to(wide), *near, mask, decays, count, local_gates]
 
 
 @pytest.mark.cuda
@@ -316,35 +317,39 @@ def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
 @pytest.mark.parametrize(
     "window, flush_interval, buffered", [(0, 32, 0), (0, 32, 32), (128, 32, 5), (128, 32, 32), (3, 70, 70), (50, 2, 1)]
 )
+@pytest.mark.parametrize("gate", ["", "gate", "local gates alone"])
 @by_order
-def test_the_kernel(p, window, flush_interval, buffered, dtype, d, dv):
+def test_the_kernel(p, gate, window, flush_interval, buffered, dtype, d, dv):
     """The kernel agrees with the PyTorch implementation in float64, with and without groups, and gives the same bits twice."""
     for h, hk, layout in ((8, 2, verify.unaligned), (3, 3, torch.clone), (20, 1, torch.clone), (6, 3, verify.unaligned)):
-        state = buffered_state(window, flush_interval, buffered, hk, d, dv, dtype)
+        state = buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, gate != "")
         if p == 1:
             state[0], state[1] = state[0][:, :, : 1 + d].contiguous(), state[1][:, :, : 1 + d].contiguous()
         q, k, v = (layout(torch.randn(3, heads, 1, x, device="cuda").to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
         mask = torch.tensor([[True], [False], [True]], device="cuda")
         log_decay = torch.tensor([-0.3, -0.1, 0.0], dtype=state[1].dtype, device="cuda")[:, None, None].expand(3, hk, 1)
+        of_token = torch.randn(3, hk, 1, dtype=state[1].dtype, device="cuda") if gate == "gate" else None
         score = Score(0.05 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
-        exactly_of = [x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
-        exact = eager.buffered_step_(
-            *(x.double() for x in (q, k, v)), *exactly_of, None, mask, log_decay.double(), None, window, score
-        )
+        exactly_of = [x if x is None else x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
+        token = mask, log_decay.double(), None if of_token is None else of_token.double()
+        exact = eager.buffered_step_(*(x.double() for x in (q, k, v)), *exactly_of, *token, window, score)
         verify.poison_free_memory(torch.device("cuda"))
         twice = []
         for _ in range(2):
-            new = [x.clone() for x in state]
-            twice.append((torch.ops.fastmax.buffered_step_(q, k, v, *new, None, mask, log_decay, None, window, *score), *new))
+            new = [None if x is None else x.clone() for x in state]
+            o = torch.ops.fastmax.buffered_step_(q, k, v, *new, mask, log_decay, of_token, window, *score)
+            twice.append((o, *(x for x in new if x is not None)))
         assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
-        o, kv_state, k_sum, *kept, count = twice[0]
+        o, kv_state, k_sum, *kept = twice[0]
         limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
         assert o.dtype == dtype and o.shape == (3, h, 1, dv) and relative(o, exact) <= limit
         for x, y in ((kv_state, exactly_of[0]), (k_sum, exactly_of[1])):
             assert relative(x, y) <= (1e-12 if dtype == torch.float64 else 2e-6)
-        assert torch.equal(count, exactly_of[-1])
+        count = kept.pop(4)
+        assert torch.equal(count, exactly_of[6])
         there = torch.arange(window + flush_interval, device="cuda") < window + count.unsqueeze(-1)
-        for x, y in zip(kept, exactly_of[2:-1], strict=True):
+        of_places = [x for i, x in enumerate(exactly_of[2:]) if i != 4 and x is not None]
+        for x, y in zip(kept, of_places, strict=True):
             assert torch.equal(x.double()[there], y.double()[there])
 
 

@@ -14,18 +14,22 @@ from fastmax.testing import verify
 
 pytestmark = pytest.mark.cuda
 
-# Relative errors of results and gradients, and of the gradient of log_decay.
+# Relative errors of results and gradients, and of the gradients of log_decay and log_input_gate.
 LIMITS = {torch.bfloat16: (1.2e-2, 4e-2), torch.float16: (3e-3, 1e-2), torch.float32: (1e-4, 5e-4)}
+OF_KEYS = ("grad log_decay", "grad log_input_gate")
 by_order = pytest.mark.parametrize("p", [1, 2])
 by_algorithm = pytest.mark.parametrize("algorithm", ["linear", "quadratic"])
+by_gate = pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
 with_lse = partial(fastmax_attention, return_lse=True, causal=True, temperature=2.5)
 
 
-def make(case, dtype=torch.bfloat16, decay=None, layout="contiguous"):
+def make(case, dtype=torch.bfloat16, decay=None, layout="contiguous", gate=False):
     """Returns inputs, and gradients of the output and of lse."""
     inputs, grad_o = make_inputs(case, dtype, "cuda", layout)
     if decay is not None:
         inputs["log_decay"] = make_decay(decay, case.b, case.hk, case.m, device="cuda")
+    if gate:
+        inputs["log_input_gate"] = 2.0 * torch.randn(case.b, case.hk, case.m, device="cuda")
     return inputs, (grad_o, torch.randn(case.b, case.h, case.n, device="cuda"))
 
 
@@ -43,7 +47,7 @@ def check(inputs, grads, dtype=torch.bfloat16, **options):
         y, seen = actual[name].double(), x.isfinite()
         assert torch.equal(y.isfinite(), seen), name
         error = relative(y[seen], x[seen])
-        assert error <= (of_decay if name == "grad log_decay" else plain), (name, error)
+        assert error <= (of_decay if name in OF_KEYS else plain), (name, error)
     return actual
 
 
@@ -60,23 +64,25 @@ SIZES = {
 }
 
 
+@by_gate
 @pytest.mark.parametrize("decay", [None, "weak", "ordinary"])
 @pytest.mark.parametrize("size", SIZES)
 @by_order
 @by_algorithm
-def test_sizes(algorithm, p, size, decay):
+def test_sizes(algorithm, p, size, decay, gate):
     case, window = SIZES[size]
-    check(*make(case, decay=decay), algorithm=algorithm, p=p, exact_window=window)
+    check(*make(case, decay=decay, gate=gate), algorithm=algorithm, p=p, exact_window=window)
 
 
+@by_gate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("decay", [None, "ordinary"])
 @by_order
 @by_algorithm
-def test_dtypes(algorithm, p, decay, dtype):
+def test_dtypes(algorithm, p, decay, dtype, gate):
     for size in ("one chunk", "chunks", "odd"):
         case, window = SIZES[size]
-        check(*make(case, dtype, decay), dtype=dtype, algorithm=algorithm, p=p, exact_window=window)
+        check(*make(case, dtype, decay, gate=gate), dtype=dtype, algorithm=algorithm, p=p, exact_window=window)
 
 
 SMALL = Case("", n=500, m=530, b=2, h=4, hk=2, d=64)
@@ -86,34 +92,37 @@ def packed_bounds():
     return torch.tensor([0, 3, 40, 41, 300, 330, 500], dtype=torch.int32, device="cuda")
 
 
+@by_gate
 @pytest.mark.parametrize("decay", [None, "ordinary", "none, ordinary or strong", "-inf at places"])
 @by_order
 @by_algorithm
-def test_masks(algorithm, p, decay):
-    inputs, grads = make(SMALL, decay=decay)
+def test_masks(algorithm, p, decay, gate):
+    inputs, grads = make(SMALL, decay=decay, gate=gate)
     mask = torch.rand(SMALL.b, SMALL.m, device="cuda") > 0.3
     mask[0, :200] = False  # some queries see local keys alone, others none
     check(inputs, grads, algorithm=algorithm, p=p, exact_window=40, attention_mask=mask)
 
 
+@by_gate
 @pytest.mark.parametrize("decay", [None, "ordinary", "-inf at places"])
 @by_order
 @by_algorithm
-def test_packed(algorithm, p, decay):
-    inputs, grads = make(Case("", n=500, b=1, h=4, hk=2, d=64), decay=decay)
+def test_packed(algorithm, p, decay, gate):
+    inputs, grads = make(Case("", n=500, b=1, h=4, hk=2, d=64), decay=decay, gate=gate)
     check(inputs, grads, algorithm=algorithm, p=p, exact_window=20, cu_seqlens=packed_bounds())
 
 
+@by_gate
 @pytest.mark.parametrize("decay", ["none", "weak", "strong", "none, ordinary or strong", "-inf at places", "-inf everywhere"])
 @by_algorithm
-def test_decays(algorithm, decay):
-    inputs, grads = make(SMALL, decay=decay)
+def test_decays(algorithm, decay, gate):
+    inputs, grads = make(SMALL, decay=decay, gate=gate)
     exact = in_float64(inputs, grads, algorithm=algorithm, exact_window=9)
     actual = run(partial(with_lse, algorithm=algorithm, exact_window=9), inputs, grads)
     for name, x in exact.items():
         y = actual[name].double()
         size = max(x.norm().item(), 1e-3 * grads[0].double().norm().item())  # strong decays leave almost no gradient
-        assert (y - x).norm().item() <= LIMITS[torch.bfloat16][name == "grad log_decay"] * size, name
+        assert (y - x).norm().item() <= LIMITS[torch.bfloat16][name in OF_KEYS] * size, name
 
 
 @by_algorithm
@@ -176,10 +185,11 @@ def test_scores_of_hundreds_in_bf16(d, scores, decay):
     (32, 1, 2, True), (64, 128, 2, True), (64, 256, 2, True), (128, 1024, 2, True),
     (64, 257, 2, False), (64, 1200, 2, False), (64, 128, 1, False), (96, 128, 2, False),
 ])  # fmt: skip
+@by_gate
 @pytest.mark.parametrize("decay", [None, "ordinary"])
-def test_one_pass_on_hopper(d, window, p, in_one_pass, decay, taken):  # noqa: F811
+def test_one_pass_on_hopper(d, window, p, in_one_pass, decay, gate, taken):  # noqa: F811
     """The linear algorithm takes one pass where a window is no longer than a chunk, and there are global keys."""
-    inputs, grads = make(Case("", n=1200, h=2, d=d), decay=decay)
+    inputs, grads = make(Case("", n=1200, h=2, d=d), decay=decay, gate=gate)
     taken()
     check(inputs, grads, algorithm="linear", p=p, exact_window=window)
     one_pass = {f"exact_window_{direction}: linear2_window_sm90" for direction in ("forward", "backward")}
@@ -214,14 +224,15 @@ def test_gradient_of_one_output(algorithm, output):
     exact, actual = run(partial(one, **options), *wide), run(partial(one, **options), inputs, grads[output])
     for name, x in exact.items():
         if x.norm() > 0:
-            assert relative(actual[name], x) <= LIMITS[torch.bfloat16][name == "grad log_decay"], name
+            assert relative(actual[name], x) <= LIMITS[torch.bfloat16][name in OF_KEYS], name
 
 
+@by_gate
 @pytest.mark.parametrize("decay", [None, "ordinary"])
 @by_order
 @by_algorithm
-def test_repeatable_and_without_pytorch_operations(algorithm, p, decay, monkeypatch):
-    inputs, grads = make(Case("", n=1500, b=1, h=4, hk=2, d=64), decay=decay)
+def test_repeatable_and_without_pytorch_operations(algorithm, p, decay, gate, monkeypatch):
+    inputs, grads = make(Case("", n=1500, b=1, h=4, hk=2, d=64), decay=decay, gate=gate)
     for name in ("forward", "backward", "merge_"):
         monkeypatch.setattr(eager, name, None)
     attention = partial(with_lse, algorithm=algorithm, p=p, exact_window=128)

@@ -759,9 +759,10 @@ def a_state(d, dv, hk, p, dtype):
 @pytest.mark.parametrize("d, dv", [(64, 64), (16, 16), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130)], ids=lambda x: str(x))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=lambda x: str(x)[6:])
 @pytest.mark.parametrize("with_decay", [False, True], ids=["", "decay"])
+@pytest.mark.parametrize("with_gate", [False, True], ids=["", "gate"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 @by_order
-def test_decode_step(p, masked, with_decay, dtype, d, dv):
+def test_decode_step(p, masked, with_gate, with_decay, dtype, d, dv):
     """The step agrees with the PyTorch implementation in float64, with and without groups, and leaves the given state
     unchanged."""
     if p == 1 and d == 1:
@@ -773,11 +774,12 @@ def test_decode_step(p, masked, with_decay, dtype, d, dv):
         mask = torch.tensor([[True], [False], [True]], device=DEVICE) if masked else None
         log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=kv_state.dtype, device=DEVICE) if with_decay else None
         log_decay = None if log_decay is None else log_decay[:, None, None].expand(3, hk, 1)
+        gate = torch.randn(hk, 3, 1, dtype=kv_state.dtype, device=DEVICE).transpose(0, 1) if with_gate else None
         score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         verify.poison_free_memory(DEVICE)
-        actual = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, None, *score)
-        wide = None if log_decay is None else log_decay.double()
-        exact = eager.decode_step(*(x.double() for x in (q, k, v, kv_state, k_sum)), mask, wide, None, score)
+        actual = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score)
+        wide = (None if x is None else x.double() for x in (log_decay, gate))
+        exact = eager.decode_step(*(x.double() for x in (q, k, v, kv_state, k_sum)), mask, *wide, score)
         assert torch.equal(kv_state, before[0]) and torch.equal(k_sum, before[1])
         o, *state = actual
         assert o.dtype == dtype and o.shape == (3, h, 1, dv)
@@ -789,7 +791,7 @@ def test_decode_step(p, masked, with_decay, dtype, d, dv):
         if masked:
             for x, like in zip(state, before, strict=True):
                 assert torch.equal(x[1], like[1]) and not torch.equal(x[0], like[0])
-        again = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, None, *score)
+        again = torch.ops.fastmax.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score)
         assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
 
 

@@ -33,6 +33,7 @@ class Case(NamedTuple):
     decay: str | None = None  # of common.DECAYS; -inf as the operator takes it: a decay of 0 and a first key
     layout: str = "contiguous"
     p: int = 2
+    gate: bool = False
 
 
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 511, 512, 513, 767, 769, 1025)
@@ -63,6 +64,11 @@ CASES = {
        for d, dv in ((37, 51), (1, 1), (16, 128), (130, 256))},
     "p = 1, GQA, a decay and a mask": Case(600, h=8, hk=2, p=1, mask=True, decay="-inf at places"),
     "p = 1, many states": Case(300, b=5, h=60, hk=60, p=1),
+    **{f"gates, p = {p}, head dim {d}": Case(n, d, p=p, gate=True) for p in (1, 2) for d, n in SEVERAL_CHUNKS.items()},
+    **{f"gates, length {n}": Case(n, gate=True) for n in (1, 17, 255, 256, 257)},
+    "gates, a decay and a mask": Case(700, h=8, hk=2, mask=True, decay="-inf at places", gate=True),
+    "gates, p = 1, a decay and a mask": Case(600, h=8, hk=2, p=1, mask=True, decay="ordinary", gate=True),
+    "gates, many states": Case(300, b=5, h=60, hk=60, decay="ordinary", gate=True),
 }  # fmt: skip
 
 
@@ -100,14 +106,15 @@ def arguments(case, mode):
         first = torch.where(resets, torch.arange(case.n, device=DEVICE), -1).cummax(-1).values.to(torch.int32)
         log_decay = torch.where(resets, 0.0, log_decay)
     score = Score(0.1 / case.d if case.p == 1 else case.d**-0.5, 1.0, 1.0, 0.5, case.p)
-    return q, k, v, mask, log_decay, first, None, *a_state(case, generator), *score, mode == "tf32"
+    gate = 2.0 * torch.randn(case.b, case.hk, case.n, generator=generator, device=DEVICE) if case.gate else None
+    return q, k, v, mask, log_decay, first, gate, *a_state(case, generator), *score, mode == "tf32"
 
 
 def in_float64(given):
-    q, k, v, mask, log_decay, first, _, kv_state, k_sum = (
+    q, k, v, mask, log_decay, first, gate, kv_state, k_sum = (
         x.double() if x is not None and x.is_floating_point() else x for x in given[:9]
     )
-    call = Call(Score(*given[9:14]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
+    call = Call(Score(*given[9:14]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first, log_input_gate=gate)
     return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
 
 
@@ -177,7 +184,7 @@ def test_states_of_one_column_and_of_all():
     for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
         for mode, p in product(("bf16", "fp32"), (1, 2)):
             given = list(arguments(Case(1, d, dv, b=1, h=2, hk=2, p=p), mode))
-            for i in (6, 7):
+            for i in (7, 8):
                 given[i] = torch.randperm(given[i].numel(), device=DEVICE).view(given[i].shape).float()
             given[3] = torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)  # the token does not join
             *_, kv_state, k_sum = torch.ops.fastmax.prefill(*given)
@@ -298,7 +305,7 @@ def test_compiled(fresh_dynamo):
 
 # ---- gradients
 
-LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "kv_state": 7, "k_sum": 8}  # of arguments()
+LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "gate": 6, "kv_state": 7, "k_sum": 8}  # of arguments()
 OUTPUTS = ("o", "z", "kv_state", "k_sum")
 
 
@@ -334,12 +341,12 @@ def compare(actual, exact, mode):
     for name, x in actual.items():
         y = exact[name].double()
         # Where little but one key is seen, or added, sums of pairs cancel but for a rounding of them.
-        size = max(y.norm(), {"q": 0.1, "k": 0.1, "log_decay": 1e-2}.get(name, 0.0) * exact["v"].norm())
+        size = max(y.norm(), {"q": 0.1, "k": 0.1, "log_decay": 1e-2, "gate": 1e-2}.get(name, 0.0) * exact["v"].norm())
         if size == 0:
             assert not x.any(), name
             continue
         error = ((x - y).norm() / size).item()
-        assert error <= limit * (2 if name == "log_decay" else 1), f"{name}: {error:.1e}"
+        assert error <= limit * (2 if name in ("log_decay", "gate") else 1), f"{name}: {error:.1e}"
 
 
 def check_gradients(given, mode, outputs=OUTPUTS):

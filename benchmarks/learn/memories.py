@@ -128,22 +128,14 @@ def softmax_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: floa
 
 
 def polynomial_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Tensor | None, scale: float, w: int) -> Part:
-    """Returns the keys beyond a window of w with weights exp(gate_j - G_j) f(s).
-
-    The operator has no gate: values and a channel of ones are multiplied by exp(gate).
-    """
+    """Returns the keys beyond a window of w with weights exp(gate_j - G_j) f(s)."""
     keys = max(q.shape[2] - w, 0)
-    values = v
-    if gate is not None:
-        ones = gate.exp().unsqueeze(-1)
-        values = torch.cat([v * ones, ones], dim=-1).to(v.dtype)
-    k, values, log_decay = (rows[:, :, :keys] for rows in (k, values, log_decay))
-    options = {"causal": True, "temperature": 1 / scale, "log_decay": log_decay, "return_lse": True}
-    o, lse = fastmax.fastmax_attention(q[:, :, w:], k, values, **options)
-    sums, mass = (o, torch.ones_like(o[..., :1])) if gate is None else (o[..., :-1], o[..., -1:])
+    k, v, log_decay, gate = (None if rows is None else rows[:, :, :keys] for rows in (k, v, log_decay, gate))
+    options = {"causal": True, "temperature": 1 / scale, "log_decay": log_decay, "log_input_gate": gate, "return_lse": True}
+    o, lse = fastmax.fastmax_attention(q[:, :, w:], k, v, **options)
     before = (0, 0, q.shape[2] - keys, 0)  # the first queries have no such key
     log_scale = F.pad(lse - log_decay.cumsum(-1), before[2:], value=float("-inf"))
-    return Part(F.pad(sums, before), F.pad(mass, before), log_scale)
+    return Part(F.pad(o, before), F.pad(torch.ones_like(o[..., :1]), before), log_scale)
 
 
 def merged(*parts: Part) -> Tensor:
