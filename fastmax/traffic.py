@@ -83,8 +83,7 @@ def hbm_traffic(
     - `log_decay` or `cu_seqlens`: the first key that each query sees, an int32: 4 T more read. If not causal, also the end of
       its keys: 8 T. With a `block_size` only keys count that some query of a block sees.
     - `log_input_gate`: a float32 for each key, as often as the key is read: 4 T more read ("linear" with p = 2 and causal:
-      4 (T + (chunks - 1) C)). With an exact window, for the keys that the algorithm itself reads. No CUDA kernel reads gates
-      yet: calls with them run in PyTorch operations, which move more.
+      4 (T + (chunks - 1) C)). With an exact window, for the keys that the algorithm itself reads.
     - `window`: keys outside are skipped. This changes the count only with a `block_size`; with a cache each key is read once
       anyway.
     - `exact_window` of W: "flash" with this window. Then the algorithm itself, causal, for T - W queries and keys, those at
