@@ -198,6 +198,24 @@ def _decayed(pairs: Pairs) -> Tensor:
     return torch.where(pairs.distance >= 0, between, 0.0).exp()
 
 
+def _log_input_gate(case: Case, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(case.tokens + 1)
+    return {"log_input_gate": torch.randn(case.batch, case.heads, case.tokens, generator=generator, device=device)}
+
+
+def _decays_and_gates(case: Case, device: torch.device) -> dict[str, Tensor]:
+    return _log_decay(case, device) | _log_input_gate(case, device)
+
+
+def _gated(pairs: Pairs) -> Tensor:
+    """Returns the exponential of the gate of each key; 1 in the case's window, which is exact."""
+    return torch.where(pairs.distance.abs() < pairs.case.window, 1.0, pairs.tensors["log_input_gate"].exp()[:, None])
+
+
+def _decayed_and_gated(pairs: Pairs) -> Tensor:
+    return _decayed(pairs) * _gated(pairs)
+
+
 def _random_lengths(case: Case, device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(case.tokens)
     cuts = torch.randint(case.tokens + 1, (case.sequences - 1,), generator=generator).sort().values
@@ -263,6 +281,9 @@ PROVIDERS = {
         fastmax_provider("fastmax_decay", factor=_decayed, tensors=_log_decay),
         fastmax_provider("fastmax_exact_window", exact_window=True),
         fastmax_provider("fastmax_decay_window", exact_window=True, factor=_decayed, tensors=_log_decay),
+        fastmax_provider("fastmax_gate", factor=_gated, tensors=_log_input_gate),
+        fastmax_provider("fastmax_decay_gate", factor=_decayed_and_gated, tensors=_decays_and_gates),
+        fastmax_provider("fastmax_decay_window_gate", exact_window=True, factor=_decayed_and_gated, tensors=_decays_and_gates),
         fastmax_provider("fastmax_unbounded", score=unbounded_options),
         fastmax_provider("fastmax_packed", factor=_same_sequence, tensors=_random_lengths),
         fastmax_provider("fastmax_packed_alike", factor=_same_sequence, tensors=_equal_lengths),

@@ -239,6 +239,17 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
             algorithm="quadratic",
             window=128,
         ),
+        # Gates beside decays
+        *(
+            _option_case("log_input_gate, " + title, size, (f"fastmax_{of}_gate", f"fastmax_{of}"), 1.03, **options)
+            for title, of, size, options in (
+                ("log_decay", "decay", size, {}),
+                ("log_decay", "decay", (8, 32, 4096, 64), {"algorithm": "quadratic"}),
+                ("log_decay, exact window", "decay_window", size, {"window": 128}),
+                ("log_decay, exact window", "decay_window", (32, 32, 1024, 64), {"algorithm": "quadratic", "window": 128}),
+            )
+        ),
+        _option_case("log_input_gate", size, ("fastmax_gate", "fastmax"), 1.15),
         _option_case(
             *("window", size, ("fastmax_flash_window", "fastmax_flash"), 1.5 / 32),
             p=None,

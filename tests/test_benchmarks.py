@@ -173,10 +173,10 @@ def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
     ours = PROVIDERS[case.providers[0]]
     plain = PROVIDERS[case.providers[1] if case.title in ("window", "normalize") else "fastmax"]
 
-    def ignoring(q, k, v, case, log_decay=None, cu_seqlens=None):
-        assert (log_decay is not None) == ("log_decay" in name) and (cu_seqlens is not None) == ("packed" in name)
-        o = plain.call(q, k, v, case)
-        return o if log_decay is None else o + 0 * log_decay.sum()
+    def ignoring(q, k, v, case, cu_seqlens=None, **of_keys):
+        assert set(of_keys) == {x for x in ("log_decay", "log_input_gate") if x in name}
+        assert (cu_seqlens is not None) == ("packed" in name)
+        return plain.call(q, k, v, case) + sum(0 * x.sum() for x in of_keys.values())
 
     if case.title == "prefill":
         monkeypatch.setattr(fastmax.decoding, "prefill", lambda q, k, v, state: (fastmax_attention_of_two(q, k, v), state))
