@@ -149,25 +149,30 @@ def test_processes_print_what_one_does(capsys):
 
 def test_configurations_for_hopper():
     """2,000 configurations have all kinds of attention. Large scores keep the algorithm that they were drawn for."""
-    kinds = Counter()
+    kinds, gated = Counter(), Counter()
     indices = verify.hopper_indices(2000, 0, "cuda")
     assert len(set(indices)) == 2000 and indices[:50] == verify.hopper_indices(50, 0, "cuda")
     for index in indices:
         drawn = verify.random_case(index, 0, "cuda")
         case = verify.for_hopper(drawn)
         width = max(case.head_dim, case.value_dim)
-        assert case.mode == "bfloat16" and width <= 128 and not case.gate
+        assert case.mode == "bfloat16" and width <= 128
         assert not case.softmax or case.options == drawn.options
         kinds[case.operator, "decay" if case.decay else "packed" if case.sequences else ""] += 1
+        gated[case.operator] += case.gate
         if case.operator[0] == "linear":
             assert case.options["causal"] or not case.sequences
-            assert case.magnitude == 1.0 if case.options["p"] == 2 else not (case.padding or case.decay or case.sequences)
+            assert (
+                case.magnitude == 1.0
+                if case.options["p"] == 2
+                else not (case.padding or case.decay or case.sequences or case.gate)
+            )
             assert width in (*range(1 if case.options["p"] == 2 else 33, 65), *range(97, 129))
             if case.options["p"] == 2 and not case.options.get("normalize"):
                 assert 0.49 < case.options["temperature"] / case.head_dim**0.5 < 2.01, "scores as large as drawn"
     operators = {("softmax", ""), ("linear", "p=2"), ("quadratic", "p=2"), ("quadratic", "p=1")}
     assert all(kinds[operator, kind] > 20 for operator in operators for kind in ("decay", "packed", ""))
-    assert kinds[("linear", "p=1"), ""] > 20
+    assert kinds[("linear", "p=1"), ""] > 20 and all(gated[operator] > 20 for operator in operators)
     assert {operator for operator, _ in kinds} == operators | {("linear", "p=1")}
 
 

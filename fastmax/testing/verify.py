@@ -559,10 +559,10 @@ def for_hopper(case: Case) -> Case | None:
     The algorithm stays the one that the scores were drawn for: with large scores the features of the linear algorithm cancel.
     """
     options, width = case.options, max(case.head_dim, case.value_dim)
-    if case.rpe or case.gate or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
+    if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
         return None
     if not case.softmax:
-        of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
+        of_order1 = options["causal"] and not (case.padding or case.decay or case.gate or case.sequences)
         is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
         if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # widths without a linear kernel
             wider = case.head_dim + 32
