@@ -39,7 +39,12 @@ TINY = language.Setting(
 )
 TINY_RECALL = recall.Setting(16, 32, 1, ((16, 2), (16, 4)), ((16, 2), (32, 8)), 64, steps=4, warmup=1, test_sequences=8)
 TINY_NEEDLE = needle.Setting(
-    replace(TINY, context=64), replace(TINY, context=128), facts=2, short_facts=1, lengths=(64, 128), texts=4, test_tokens=256
+    (needle.Stage(replace(TINY, context=32), 1), needle.Stage(replace(TINY, context=64), 1)),
+    replace(TINY, context=128),
+    facts=2,
+    lengths=(64, 128),
+    texts=4,
+    test_tokens=256,
 )
 SIZES = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 1024}  # of equal_steps on a GPU
 CPU = torch.device("cpu")

@@ -1,7 +1,8 @@
 """Memory: what a layer should keep of keys beyond its window: needle, equal steps and recall of prototypes.
 
 "needle" is the test of that name with a longer training on long windows; in "needle, longer" the training on short windows is
-longer too and has more facts. "steps" is equal-steps, and "recall" asks for 256 pairs within 4096 tokens.
+longer too and has more facts. In "needle, near first" the first windows are so short that the exact window has most facts.
+"steps" is equal-steps, and "recall" asks for 256 pairs within 4096 tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ BASE = needle.SETTINGS["25M"]
 NEEDLE = replace(
     BASE, model=replace(BASE.model, steps=600), lengths=tuple(2**k for k in range(12, 17)), texts=64, test_tokens=2**20
 )
+(FEW_STEPS,) = (stage.model for stage in BASE.short)
 Setting = needle.Setting | language.Setting | recall.Setting
 SETTINGS: dict[str, Setting] = {
-    "needle, longer": replace(NEEDLE, short=replace(NEEDLE.short, steps=4000, batch=16, rows=20), short_facts=16),
+    "needle, near first": replace(
+        NEEDLE,
+        short=(
+            needle.Stage(replace(FEW_STEPS, steps=1500, context=256, batch=64, rows=10, validation=128, final=128), facts=4),
+            needle.Stage(replace(FEW_STEPS, steps=1500, batch=16, rows=10), facts=16),
+        ),
+    ),
+    "needle, longer": replace(NEEDLE, short=(needle.Stage(replace(FEW_STEPS, steps=4000, batch=16, rows=20), facts=16),)),
     "needle": NEEDLE,
     "steps": equal_steps.SETTINGS["25M"],
     "recall": recall.Setting(

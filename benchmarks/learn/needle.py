@@ -30,11 +30,18 @@ TEST_SEED = 1
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A training on windows of one length."""
+
+    model: language.Setting
+    facts: int  # facts in a window
+
+
+@dataclass(frozen=True)
 class Setting:
-    short: language.Setting  # for the first training, on short windows
+    short: tuple[Stage, ...]  # on short windows, one after the other; only counts of their models are used
     model: language.Setting
     facts: int  # facts in a window of the model's context
-    short_facts: int  # facts in a short window
     lengths: tuple[int, ...]  # of test texts
     texts: int  # test texts per length; fewer if together they are longer than `test_tokens`
     test_tokens: int
@@ -46,21 +53,19 @@ TRIED = language.Setting(
 )
 SETTINGS = {
     "25M": Setting(
-        replace(equal_steps.SETTINGS["25M"], rows=1, validation=32, final=32),  # only its counts are used
+        (Stage(replace(equal_steps.SETTINGS["25M"], rows=1, validation=32, final=32), facts=8),),
         replace(
             equal_steps.SETTINGS["25M"], context=8192, batch=8, steps=300, lr=1e-3, warmup=30, rows=10, validation=32, final=64
         ),
         facts=64,
-        short_facts=8,
         lengths=tuple(2**k for k in range(12, 18)),
         texts=256,
         test_tokens=2**22,
     ),
     "0.2M": Setting(
-        replace(TRIED, context=64),
+        (Stage(replace(TRIED, context=64), facts=2),),
         TRIED,
         facts=4,
-        short_facts=2,
         lengths=(64, 128, 256),
         texts=32,
         test_tokens=2**12,
@@ -112,15 +117,20 @@ def train(gpt: nn.Module, setting: Setting, seed: int, place: Place) -> list[Row
     """Trains on short windows, then on the model's context.
 
     Returns:
-        The rows of the latter, with counts of both; and the validation losses of the former ("short").
+        The rows of the latter, with counts of all; and the validation losses of the former ("short").
     """
-    first = language.train(gpt, setting.short, seed, place, partial(with_facts, facts=setting.short_facts))
-    before = first[-1]
-    torch.compiler.reset()  # compiles windows of another length separately, without dynamic shapes
-    trained = language.train(gpt, setting.model, seed, place, partial(with_facts, facts=setting.facts))
-    counted = [row | {name: row[name] + before[name] for name in COUNTS} for row in trained]
-    short = [row | {"measure": "short"} for row in first if row["measure"] == "val"]
-    return short + [row | {"at": row["step"]} if row["measure"] in ("train", "val") else row for row in counted]
+    rows: list[Row] = []
+    before = dict.fromkeys(COUNTS, 0)
+    for stage in (*setting.short, Stage(setting.model, setting.facts)):
+        torch.compiler.reset()  # compiles windows of another length separately, without dynamic shapes
+        trained = language.train(gpt, stage.model, seed, place, partial(with_facts, facts=stage.facts))
+        counted = [row | {name: row[name] + before[name] for name in COUNTS} for row in trained]
+        counted = [row | {"at": row["step"]} if row["measure"] in ("train", "val") else row for row in counted]
+        if stage in setting.short:
+            counted = [row | {"measure": "short"} for row in counted if row["measure"] == "val"]
+        rows += counted
+        before = counted[-1]
+    return rows
 
 
 def runs(device: torch.device) -> list[Run]:
