@@ -152,12 +152,12 @@ def run_operators(device: str) -> Iterator[str]:
                         accompanying = (decays, first, None if causal else end)
                         for algorithm in ("quadratic", "linear") if causal else ("quadratic",):
                             yield f"{algorithm}, {at}"
-                            options = (padding, None, None, *accompanying, *score, 2, causal, 0.0, algorithm, False)
+                            options = (padding, None, None, *accompanying, None, *score, 2, causal, 0.0, algorithm, False)
                             o, z = operators.forward(q, k, v, *options)
                             operators.backward(grad_o, None, q, k, v, o, z, *options)
                         for left, right in ((-1, -1), (70, 0 if causal else 200)):
                             yield f"flash, window {left}, {right}, {at}"
-                            options = (padding, *accompanying, score[0], causal, left, right, False)
+                            options = (padding, *accompanying, None, score[0], causal, left, right, False)
                             o, lse = operators.flash_forward(q, k, v, *options)
                             operators.flash_backward(grad_o, None, q, k, v, o, lse, *options)
 

@@ -92,7 +92,7 @@ def both(arguments, grads):
 
 def definition(arguments, grads, dtype):
     """Returns the same results from the whole matrix of weights, in a dtype."""
-    q, k, v, mask, _, first, end, scale, causal, left, right, _ = arguments
+    q, k, v, mask, _, first, end, _, scale, causal, left, right, _ = arguments
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     distance = (torch.arange(n, device=DEVICE) + m - n)[:, None] - torch.arange(m, device=DEVICE)
@@ -149,12 +149,12 @@ def test_a_window_that_hides_nothing_is_none(causal, mode, precision):  # noqa: 
     arguments, grads = operands(case, mode)
     expected = both(arguments, grads)
     for left, right in ((216, 199), (-1, 10**12), (10**12, -1)):
-        given = (*arguments[:9], left, right, arguments[-1])
+        given = (*arguments[:10], left, right, arguments[-1])
         assert all(map(torch.equal, both(given, grads), expected))
     if causal:
-        given = (*arguments[:9], -1, 0, arguments[-1])
+        given = (*arguments[:10], -1, 0, arguments[-1])
         assert all(map(torch.equal, both(given, grads), expected))
-    narrow = both((*arguments[:9], 215, -1, arguments[-1]), grads)
+    narrow = both((*arguments[:10], 215, -1, arguments[-1]), grads)
     for x, y in zip(narrow[2:], expected[2:], strict=True):
         assert relative(x, y.double()) < 0.05
 

@@ -113,7 +113,7 @@ def assert_equal(actual, expected, incoming=1.0, tolerance=1e-9):
     """Compares by the norm, relative to the expected tensor or to the incoming gradient, if that is larger."""
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        y = actual[name].double().cpu()
+        x, y = x.cpu(), actual[name].double().cpu()
         assert torch.equal(y.isinf(), x.isinf()), name
         error = torch.where(x.isinf(), 0.0, y - x).norm()
         assert error <= tolerance * max(torch.where(x.isinf(), 0.0, x).norm().item(), incoming), (name, error.item())
@@ -537,13 +537,13 @@ def test_operators(device):
 # ---- dispatch and errors
 
 
-def test_kernels_do_not_compute_calls_with_gates(device):
-    """A kernel has no argument for it, and no call of a kernel is chosen that drops it."""
+def test_kernels_take_gates(device):
+    """Those that normalise rows do not, and no call of them is chosen that drops a gate."""
     for name in ("forward", "backward", "flash_forward", "exact_window_forward", "prefill"):
         arguments = [x.name for x in getattr(torch.ops.fastmax, name).default._schema.arguments]
         of_kernel = [x.name for x in getattr(torch.ops.fastmax_cuda, name).default._schema.arguments]
         assert "log_input_gate" in arguments
-        assert of_kernel == [x for x in arguments if x not in ("log_input_gate", "rpe_matrix")]
+        assert of_kernel == [x for x in arguments if x != "rpe_matrix"]
     gate = torch.zeros(1, 1, 4)
     call = Call(Score(1.0, 1.0, 1.0, 0.5, 1), causal=True, log_input_gate=gate)
     assert not normalizes_during_attention(*torch.zeros(3, 1, 1, 4, 8, device=device), call, 1.0)
@@ -583,7 +583,7 @@ def test_errors_of_operators(device):
         (gate.double(), True, TypeError),
         (gate, False, ValueError),
     ):
-        with pytest.raises(error, match="^log_input_gate "):
+        with pytest.raises(error if device.type == "cpu" else RuntimeError, match="log_input_gate "):
             call(wrong, causal)
 
 

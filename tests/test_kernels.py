@@ -221,7 +221,7 @@ def widened(arguments):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
 
 
-def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2, p, causal, *rest):
+def denominators(q, k, v, mask, noise, rpe, decay, first, end, gate, scale, a0, a1, a2, p, causal, *rest):
     """Returns z by its definition."""
     n, m = q.shape[2], k.shape[2]
     s = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT)
@@ -447,7 +447,7 @@ def sampled(arguments, grad_o, rows, keys):
     follow from the definition; but the gradient of a key needs the output of every row, which the linear algorithm of the
     PyTorch implementation computes in float64 and which must agree with the definition on the rows."""
     q, k, v, grad_o = (x[0, 0].double() for x in (*arguments[:3], grad_o))
-    scale, a0, a1, a2, p = arguments[9:14]
+    scale, a0, a1, a2, p = arguments[10:15]
     positions = torch.arange(len(q), device=q.device)
 
     def weights(q, k, visible):

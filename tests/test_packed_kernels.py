@@ -57,7 +57,7 @@ def of_softmax(lengths, mode, causal, d=64, left=-1, right=-1, mask=False, h=4, 
 
 def definition(arguments, grad_o, grad_z, dtype):
     """Returns o, z and the gradients of q, k and v of Fastmax, from the whole matrix of weights."""
-    q, k, v, mask, noise, _, _, first, end, scale, a0, a1, a2, p, causal, dropout, *_ = arguments
+    q, k, v, mask, noise, _, _, first, end, _, scale, a0, a1, a2, p, causal, dropout, *_ = arguments
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     keys = torch.arange(m, device=DEVICE)
@@ -169,7 +169,7 @@ def test_packed_equals_one_by_one(mode, precision):  # noqa: F811
     arguments, grad_o = of_fastmax(lengths, mode, True)
     packed = both(arguments, grad_o, None)
     pieces = [x.split(lengths, dim=2) for x in (*arguments[:3], grad_o)]
-    alone = [both((q, k, v, *NOTHING, *arguments[9:]), g, None) for q, k, v, g in zip(*pieces, strict=True)]
+    alone = [both((q, k, v, *NOTHING, *arguments[10:]), g, None) for q, k, v, g in zip(*pieces, strict=True)]
     for x, parts in zip(packed, zip(*alone, strict=True), strict=True):
         assert relative(x, torch.cat(parts, dim=2).double()) <= verify.ROUNDING["bfloat16" if mode == "bf16" else "tf32"]
 

@@ -462,7 +462,7 @@ def test_gradients_in_phases(d, h, n, p, decay):
     o, z, *state = pytorch_implementation("prefill")(*wide)
     grads_and_tokens = (grads["o"].float(), *list(grads.values())[1:], *wide[:3])
     exact = pytorch_implementation("prefill_backward")(*grads_and_tokens, o, z, *state, *wide[3:])
-    exact = dict(zip(("q", "k", "v", "log_decay", "kv_state", "k_sum"), exact, strict=True))
+    exact = dict(zip(LEAVES, exact, strict=True))
     compare(gradients(operator, given, grads), exact, "bf16")
 
 

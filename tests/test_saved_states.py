@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import relative
 from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
-from test_prefill_kernels import CASES, Case, arguments, compare, in_float64, operator, output_grads, rounding
+from test_prefill_kernels import CASES, LEAVES, Case, arguments, compare, in_float64, operator, output_grads, rounding
 from test_state_operators import pairs_of
 
 from fastmax.testing import verify
@@ -62,7 +62,7 @@ def in_one_piece(given, grads):
     o, z, *state = operator(wide)
     of = [x.double() for x in grads.values()]
     results = OPERATORS.prefill_backward(*of, *wide[:3], o, z, *state, *wide[3:])
-    return {"gradients": [x for x in results[:4] if x.shape != (0,)], "new": state, "of_state": results[4:]}
+    return {"gradients": [x for x in results[:5] if x.shape != (0,)], "new": state, "of_state": results[5:]}
 
 
 def check(given, mode):
@@ -76,8 +76,8 @@ def check(given, mode):
     grads = output_grads(given)
     whole = in_one_piece(given, grads)
     of_tokens = backward(given, *actual, grads, whole)
-    names = ("q", "k", "v", "log_decay")
-    compare(*(dict(zip(names, x, strict=False)) for x in (of_tokens, whole["gradients"])), mode)
+    names = [name for name, i in LEAVES.items() if i < 7 and given[i] is not None]
+    compare(*(dict(zip(names, x, strict=True)) for x in (of_tokens, whole["gradients"])), mode)
     assert all(map(torch.equal, backward(given, *actual, grads, whole), of_tokens)), "the same bits again"
 
 

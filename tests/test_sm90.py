@@ -213,7 +213,7 @@ def test_small_weights_in_fp16(d, taken):
 def test_random_configurations(seed, capsys):
     """The configurations take these kernels and those of the linear algorithm. `fastmax.testing.verify --hopper --random 2000`
     has more."""
-    indices = verify.hopper_indices(50, seed, "cuda")
+    indices = verify.hopper_indices(100, seed, "cuda")
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
     of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_decay", "linear2")}
@@ -326,7 +326,7 @@ def fused_backward(softmax, d, n=2200, b=2, h=8):
         arguments = (*[None] * 5, 0.1, True, -1, -1, False)
         forward, backward = torch.ops.fastmax.flash_forward, torch.ops.fastmax.flash_backward
     else:
-        arguments = (None,) * 6 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
+        arguments = (None,) * 7 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
         forward, backward = torch.ops.fastmax.forward, torch.ops.fastmax.backward
     o, z = forward(q, k, v, *arguments)
     return lambda: backward(grad_o, None, q, k, v, o, z, *arguments)[:3]
@@ -451,7 +451,7 @@ def test_gradient_of_an_expanded_sum(d, softmax, taken):
         arguments = (*[None] * 5, 0.1, True, -1, -1, False)
         o, z = torch.ops.fastmax.flash_forward(q, k, v, *arguments)
     else:
-        arguments = (None,) * 6 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
+        arguments = (None,) * 7 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
         o, z = torch.ops.fastmax.forward(q, k, v, *arguments)
     backward = torch.ops.fastmax.flash_backward if softmax else torch.ops.fastmax.backward
     expanded, copied = (

@@ -212,7 +212,7 @@ def test_memory_beside_the_tensors(d, dv, heads, what, taken):  # noqa: F811
     v, grad_o = (torch.randn(1, heads, n, dv, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     decay = -torch.rand(1, heads, n, device=DEVICE) if what == "decay" else None
     first = (torch.arange(n, device=DEVICE) // 5000 * 5000).to(torch.int32).expand(1, heads, n) if what == "packed" else None
-    arguments = (q, k, v, *NOTHING[:3], decay, first, None, d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear", False)
+    arguments = (q, k, v, *NOTHING[:3], decay, first, None, None, d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear", False)
     peak = peak_of_both(arguments, grad_o)
     assert set(taken()) == EXPECTED
     row = 4 * heads * n  # a float per query

@@ -137,7 +137,7 @@ def test_three_dimensions(device):
 @pytest.mark.parametrize("causal, left, right", [(True, 4, -1), (False, 0, 3)])
 def test_opcheck(causal, left, right, device):
     inputs, grads = make(SMALL, device=device)
-    opcheck("flash_", inputs, grads, None, None, None, None, 0.5, causal, left, right, False)
+    opcheck("flash_", inputs, grads, *[None] * 5, 0.5, causal, left, right, False)
 
 
 def test_compile(device, fresh_dynamo):
