@@ -438,7 +438,7 @@ class Call:
         if case.lim > 0:
             of_q, of_k = eager.normalize_tokens_backward(exact["grad_q"], exact["grad_k"], q, k, *factors, case.lim)
             exact |= {"grad_q": of_q, "grad_k": of_k}
-        return exact if case.decay is None or not case.decay_gradient else exact | {"grad_log_decay": gradients[-1]}
+        return exact if case.decay is None or not case.decay_gradient else exact | {"grad_log_decay": gradients[-2]}
 
     def _by_definition(self):
         """Returns the results and gradients in float64 by the matrix of all weights."""
