@@ -92,8 +92,7 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state_in,
                                                const Tensor& k_sum_in, const OptionalTensor& attention_mask,
                                                const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, double scale,
-                                               double a0, double a1, double a2,
-                                               int64_t order) {
+                                               double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state_in, k_sum_in, attention_mask, log_decay, log_input_gate, scale, order);
   check_covered(q, v);
@@ -106,8 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
 
 Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                             const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& log_input_gate,
-                            double scale, double a0,
-                            double a1, double a2, int64_t order) {
+                            double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, kv_state, k_sum, attention_mask, log_decay, log_input_gate, scale, order);
   FASTMAX_CHECK(kv_state.is_contiguous() && k_sum.is_contiguous(),

@@ -249,9 +249,8 @@ InputGradients backward_by_parts(const AttentionInputs& x, const Options& option
 }
 
 std::tuple<Tensor, Tensor> exact_window_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask,
-                                                const OptionalTensor& log_decay, const OptionalTensor& k_start,
-                                                const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0,
-                                                double a1, double a2,
+                                                const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end,
+                                                const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2,
                                                 int64_t order, bool causal, const std::string& algorithm, int64_t exact_window,
                                                 bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
@@ -267,8 +266,7 @@ GradientResults<kOfDecay> exact_window_backward(
     const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
     const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start,
     const OptionalTensor& k_end, const OptionalTensor& log_input_gate, double scale, double a0, double a1, double a2, int64_t order,
-    bool causal, const std::string& algorithm,
-    int64_t exact_window, bool allow_tf32) {
+    bool causal, const std::string& algorithm, int64_t exact_window, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   const AttentionInputs inputs{q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end};
   const Options options{scale, {a0, a1, a2, order}, algorithm, exact_window, allow_tf32};

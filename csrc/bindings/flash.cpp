@@ -28,11 +28,10 @@ void check_window(Window window) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                         const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                         const OptionalTensor& k_start, const OptionalTensor& k_end, const OptionalTensor& log_input_gate,
-                                         double scale, bool causal,
-                                         int64_t left, int64_t right, bool allow_tf32) {
+std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
+                                         const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end,
+                                         const OptionalTensor& log_input_gate, double scale, bool causal, int64_t left, int64_t right,
+                                         bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, k_end};
   check_inputs(inputs, scale, causal);
@@ -81,8 +80,8 @@ template <bool kOfDecay>
 GradientResults<kOfDecay> flash_backward(const Tensor& grad_o, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
                                          const Tensor& v, const Tensor& o, const Tensor& lse, const OptionalTensor& attention_mask,
                                          const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end,
-                                         const OptionalTensor& log_input_gate,
-                                         double scale, bool causal, int64_t left, int64_t right, bool allow_tf32) {
+                                         const OptionalTensor& log_input_gate, double scale, bool causal, int64_t left, int64_t right,
+                                         bool allow_tf32) {
   return as_results<kOfDecay>(flash_gradients(grad_o, grad_lse, {q, k, v, attention_mask, log_decay, log_input_gate, k_start, k_end}, o,
                                               lse, scale, causal,
                                               {left, right}, allow_tf32, kOfDecay));

@@ -200,8 +200,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backw
     const OptionalTensor& grad_new_k_sum_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& new_kv_state_in, const OptionalTensor& new_k_sum_in, const OptionalTensor& attention_mask,
     const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const Tensor& kv_state_in,
-    const Tensor& k_sum_in, double scale,
-    double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+    const Tensor& k_sum_in, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
@@ -389,9 +388,9 @@ std::tuple<Tensor, Tensor> prefill_saved(const Tensor& q_in, const Tensor& k_in,
 std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
                                                        const OptionalTensor& log_decay, const OptionalTensor& k_start,
-                                                       const OptionalTensor& log_input_gate,
-                                                       const OptionalTensor& kv_state_in, const OptionalTensor& k_sum_in, double scale,
-                                                       double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+                                                       const OptionalTensor& log_input_gate, const OptionalTensor& kv_state_in,
+                                                       const OptionalTensor& k_sum_in, double scale, double a0, double a1, double a2,
+                                                       int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
@@ -420,9 +419,8 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill_backward_of_keys(
     const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_kv_state_in, const OptionalTensor& grad_new_k_sum_in,
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-    const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const OptionalTensor& pairs,
-    const OptionalTensor& pairs_of_states, const Tensor& saved, double scale,
-    double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+    const OptionalTensor& k_start, const OptionalTensor& log_input_gate, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states,
+    const Tensor& saved, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, log_decay, log_input_gate, k_start, kNotGiven};
