@@ -52,7 +52,9 @@ def test_a_layer_without_its_idea_is_the_layer(layer, options):
         torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", ["gate", "gate_polynomial", "gate_unrotated", "delta", "kept", "hybrid_gate", "hybrid_blocks"])
+@pytest.mark.parametrize(
+    "name", ["gate", "gate_polynomial", "gate_unrotated", "delta", "kept", "kept_alone", "hybrid_gate", "hybrid_blocks"]
+)
 def test_initial_weights_are_those_of_the_layer(name):
     """So runs with the same seed differ in the idea alone."""
     sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "block_size": 32}
@@ -221,12 +223,12 @@ def kept_of(rank: torch.Tensor, i: int, j: int, kept: int, block: int) -> bool:
     return j < len(beyond) and j in beyond.argsort(descending=True)[:kept]
 
 
-@pytest.mark.parametrize("layer", [memories.KeptKeys, memories.KeptByResidual])
-def test_kept_keys(layer, monkeypatch):
+@pytest.mark.parametrize("layer, polynomial", [(memories.KeptKeys, 1), (memories.KeptKeys, 0), (memories.KeptByResidual, 1)])
+def test_kept_keys(layer, polynomial, monkeypatch):
     monkeypatch.setattr(memories, "BLOCK", 2)
     monkeypatch.setattr(memories, "CHUNK", 5)
     torch.manual_seed(0)
-    layer = randomised(layer(16, 2, kept=3, **OPTIONS))
+    layer = randomised(layer(16, 2, kept=3, polynomial=bool(polynomial), **OPTIONS))
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     gate = layer._gate(x)
     rank = gate
@@ -242,7 +244,7 @@ def test_kept_keys(layer, monkeypatch):
         if i - j < 4:
             return s.exp()
         found.append(kept_of(rank[b, h], i, j, 3, 2))
-        return gate[b, h, j].exp() * (f(s) + (s.exp() if found[-1] else 0.0))
+        return gate[b, h, j].exp() * (polynomial * f(s) + (s.exp() if found[-1] else 0.0))
 
     torch.testing.assert_close(layer(x), naive(layer, x, weight))
     assert 0 < sum(found) < len(found)

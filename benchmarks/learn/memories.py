@@ -521,11 +521,15 @@ class KeptKeys(InputGate):
     """An input gate, and weights exp(b_j) (exp(s) + f(s)) for the `kept` keys beyond the window with the largest gates so far.
 
     Queries of a block share the keys: those beyond the window of its first query.
+
+    Args:
+        kept: number of keys.
+        polynomial: whether the layer has the polynomial; without it, other keys weigh 0.
     """
 
-    def __init__(self, *sizes: int, kept: int = 256, **options):
+    def __init__(self, *sizes: int, kept: int = 256, polynomial: bool = True, **options):
         super().__init__(*sizes, **options)
-        self.kept = kept
+        self.kept, self.polynomial = kept, polynomial
 
     def _rank(self, gate: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gate
@@ -534,8 +538,10 @@ class KeptKeys(InputGate):
         gate = self._gate(x)
         with torch.no_grad():
             places = kept_places(self._rank(gate, k, v), self.kept, self.exact_window)
-        exact_keys = kept_part(q, k, v, log_decay, gate, self.scale, places)
-        return merged(self._near(q, k, v, log_decay), self._far(q, k, v, log_decay, gate), exact_keys)
+        parts = [self._near(q, k, v, log_decay), kept_part(q, k, v, log_decay, gate, self.scale, places)]
+        if self.polynomial:
+            parts.append(self._far(q, k, v, log_decay, gate))
+        return merged(*parts)
 
 
 class KeptByResidual(KeptKeys):

@@ -97,6 +97,9 @@ VARIANTS = {
         "window, delta rule on keys", layers={"fastmax": partial(memories.DeltaMemory, features=memories.first_order)}
     ),
     "kept": Variant("input gate, 256 keys kept by gate", layers={"fastmax": memories.KeptKeys}),
+    "kept_alone": Variant(
+        "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
+    ),
     "kept_residual": Variant(
         "input gate, 256 keys kept by the delta rule's residual", layers={"fastmax": memories.KeptByResidual}
     ),
