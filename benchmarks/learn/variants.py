@@ -30,6 +30,7 @@ class Variant:
     wide: bool = False  # whether there are half as many heads, each twice as wide
     heads: int = 0  # number of heads, of the widths in `parts`; 0: that of the setting
     every: int = 0  # as in GPTConfig
+    softmax_layers: tuple[int, ...] = ()  # indices of the blocks whose attention is softmax, in place of `every`
     sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
     layers: dict[str, Callable] = field(default_factory=dict)  # attention -> what replaces FastmaxSelfAttention
     fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
@@ -56,6 +57,9 @@ VARIANTS = {
     "p2_all": Variant("p = 2, all parts"),
     "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
     "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
+    "hybrid_early": Variant("p = 2, all parts; softmax in layers 2 and 6 of 8", softmax_layers=(1, 5), as_large_as="p2_all"),
+    "hybrid_middle": Variant("p = 2, all parts; softmax in layers 3 and 6 of 8", softmax_layers=(2, 5), as_large_as="p2_all"),
+    "hybrid_one": Variant("p = 2, all parts; softmax in layer 3 of 8", softmax_layers=(2,), as_large_as="p2_all"),
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
@@ -183,7 +187,13 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
             return model.make_layer(near, index) if variant.every_other and index % 2 == 0 else FLALayer(variant, config)
 
         return model.GPT(config, make_layer)
-    return model.GPT(config, partial(model.make_layer, layer=partial(_layer, variant)))
+    return model.GPT(config, partial(_layer_at, variant))
+
+
+def _layer_at(variant: Variant, config: model.GPTConfig, index: int) -> nn.Module:
+    if index in variant.softmax_layers:
+        config = replace(config, every=1)
+    return model.make_layer(config, index, layer=partial(_layer, variant))
 
 
 def _layer(variant: Variant, *sizes: int, attention: str, **parts) -> fastmax.FastmaxSelfAttention:
