@@ -17,6 +17,7 @@ from benchmarks.learn import memories
 from benchmarks.learn.examples import model
 
 SAME_SIZE = 0.02
+SLOW = {"longest_half_life": 65536.0}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -62,6 +63,8 @@ VARIANTS = {
     "hybrid_one": Variant("p = 2, all parts; softmax in layer 3 of 8", softmax_layers=(2,), as_large_as="p2_all"),
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
+    "p2_slow": Variant("p = 2, all parts, half-lives to 64k", parts=SLOW),
+    "softmax_slow": Variant("softmax, same parts, half-lives to 64k", "softmax", SLOW, as_large_as="p2_slow"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
     "softmax_near": Variant("without global keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
     "p2_without_decay": Variant("without decay", parts={"decay": False}),
@@ -75,6 +78,7 @@ VARIANTS = {
     "parts_of_p2": Variant("p = 2, all parts, as prototypes compute it", layers={"fastmax": memories.Memory}),
     "gate": Variant("input gate", layers={"fastmax": memories.InputGate}),
     "gate_without_decay": Variant("input gate, without decay", parts={"decay": False}, layers={"fastmax": memories.InputGate}),
+    "gate_slow": Variant("input gate, half-lives to 64k", parts=SLOW, layers={"fastmax": memories.InputGate}),
     "hybrid_gate": Variant("input gate; softmax in every fourth layer", every=4, layers={"fastmax": memories.InputGate}),
     "softmax_gate": Variant("softmax, same parts, input gate", "softmax", layers={"softmax": memories.GatedSoftmax}),
     "gate_wide": Variant("input gate, half as many heads", wide=True, layers={"fastmax": memories.InputGate}),
