@@ -266,6 +266,15 @@ def test_equal_time_is_not_that_of_eager_operators(monkeypatch):
     assert equal_time.execute(runner.Run("softmax_sdpa", "64k", 1e-3, 1), place) is not None, "which needs none of them"
 
 
+def test_softmax_layers_of_a_variant():
+    for name, expected in (("hybrid", [3, 7]), ("hybrid_early", [1, 5]), ("hybrid_one", [2])):
+        with torch.device("meta"):
+            gpt = variants.make_gpt(variants.VARIANTS[name], 128, **SIZES)
+        attention = [block.attn for block in gpt.blocks]
+        assert [i for i, attn in enumerate(attention) if attn.attention == "softmax"] == expected
+        assert {attn.exact_window for i, attn in enumerate(attention) if i not in expected} == {128}
+
+
 def test_variants_that_are_compared_are_as_large():
     for name in ("softmax_parts", "hybrid", "p1_all", "p2"):
         assert variants.VARIANTS[name].as_large_as

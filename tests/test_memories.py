@@ -52,7 +52,9 @@ def test_a_layer_without_its_idea_is_the_layer(layer, options):
         torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", ["gate", "gate_polynomial", "gate_unrotated", "delta", "kept", "hybrid_gate", "hybrid_blocks"])
+@pytest.mark.parametrize(
+    "name", ["gate", "gate_polynomial", "gate_unrotated", "delta", "kept", "kept_alone", "hybrid_gate", "hybrid_blocks"]
+)
 def test_initial_weights_are_those_of_the_layer(name):
     """So runs with the same seed differ in the idea alone."""
     sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "block_size": 32}
@@ -216,17 +218,17 @@ def test_delta_values(monkeypatch):
 
 
 def kept_of(rank: torch.Tensor, i: int, j: int, kept: int, block: int) -> bool:
-    """Returns whether key j is kept for query i: the least of the largest ranks is that of the first query of i's block."""
-    beyond = rank[: max(0, i // block * block - 4 + 1)].sort(descending=True).values
-    return len(beyond) < kept or bool(rank[j] >= beyond[kept - 1])
+    """Returns whether key j is kept for query i: whether it is one of the largest ranks for the first query of i's block."""
+    beyond = rank[: max(0, i // block * block - 4 + 1)]
+    return j < len(beyond) and j in beyond.argsort(descending=True)[:kept]
 
 
-@pytest.mark.parametrize("layer", [memories.KeptKeys, memories.KeptByResidual])
-def test_kept_keys(layer, monkeypatch):
+@pytest.mark.parametrize("layer, polynomial", [(memories.KeptKeys, 1), (memories.KeptKeys, 0), (memories.KeptByResidual, 1)])
+def test_kept_keys(layer, polynomial, monkeypatch):
     monkeypatch.setattr(memories, "BLOCK", 2)
     monkeypatch.setattr(memories, "CHUNK", 5)
     torch.manual_seed(0)
-    layer = randomised(layer(16, 2, kept=3, **OPTIONS))
+    layer = randomised(layer(16, 2, kept=3, polynomial=bool(polynomial), **OPTIONS))
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     gate = layer._gate(x)
     rank = gate
@@ -242,13 +244,21 @@ def test_kept_keys(layer, monkeypatch):
         if i - j < 4:
             return s.exp()
         found.append(kept_of(rank[b, h], i, j, 3, 2))
-        return gate[b, h, j].exp() * (s.exp() if found[-1] else f(s))
+        return gate[b, h, j].exp() * (polynomial * f(s) + (s.exp() if found[-1] else 0.0))
 
     torch.testing.assert_close(layer(x), naive(layer, x, weight))
     assert 0 < sum(found) < len(found)
-    with torch.no_grad():
-        layer.kept = 16
-        assert memories.least_kept(rank, 16, 4).isneginf().all(), "all are kept"
+    for name, gradient in gradients(layer, x).items():
+        assert gradient.abs().sum() > 0, name
+
+
+def test_places_of_kept_keys(monkeypatch):
+    monkeypatch.setattr(memories, "BLOCK", 4)
+    rank = torch.tensor([3.0, 1.0, 2.0, 9.0, 0.0, 8.0, 4.0, 7.0, 5.0, 6.0]).expand(1, 1, -1)
+    none, of_two, of_six = memories.kept_places(rank, 3, 3)[0, 0].tolist()
+    assert none == [-1, -1, -1]
+    assert sorted(of_two) == [-1, 0, 1]
+    assert sorted(of_six) == [0, 3, 5]
 
 
 def test_all_blocks_are_softmax():
@@ -352,13 +362,11 @@ def test_flex_is_dense(device, width):
     dtype = torch.bfloat16 if on_gpu else torch.float32
     shapes = [(2, 2, n, 64), (2, 2, n, 64), (2, 2, n, width), (2, 2, n)]
     q, k, v, bias = (torch.randn(shape, device=device) for shape in shapes)
-    rank = torch.randn(2, 2, n, device=device)
-    least = torch.randn(2, 2, n // memories.BLOCK, device=device)
     chosen = torch.randint(2, (2, 2, n, n // memories.BLOCK), device=device, dtype=torch.int8)
     kinds = [
         (memories.exact, memories.near_blocks, ()),
         (memories.polynomial, memories.far, ()),
-        (memories.kept_or_polynomial, memories.far, (rank, least)),
+        (memories.chosen_or_polynomial, memories.far, (chosen,)),
         (memories.chosen_exact, memories.far_blocks, (chosen,)),
     ]
     for log_weight, keys, tensors in kinds:

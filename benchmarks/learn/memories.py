@@ -4,8 +4,8 @@ Each is a subclass with the weights and parts of FastmaxSelfAttention, and one i
 values, as there. Its weights are computed in parts, of which each has its own keys (those within the exact window, those beyond
 it) and its own function of the score. Shapes: q and k (b, h, n, d), v (b, h, n, dv), decays and gates (b, h, n).
 
-The library computes the parts of its own functions: softmax within the window, and the polynomial beyond it. The others are
-computed by FlexAttention for long sequences on a GPU, else by the full matrix of weights.
+The library computes the parts of its own functions: softmax within the window and over kept keys, and the polynomial beyond the
+window. The others are computed by FlexAttention for long sequences on a GPU, else by the full matrix of weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU
 CHANNELS = 128  # of the values in one call of FlexAttention
 # FlexAttention chooses its tiles by the width of q and k; with those for 64, 128 channels of values do not fit in registers
 WIDE_VALUES = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3}
-BLOCK = 64  # keys of a block, and queries that share a threshold of kept keys
+BLOCK = 64  # keys of a block, and queries that share kept keys
 TILE = 128  # queries and keys of a tile of FlexAttention
 CHUNK = 128  # tokens of a step of the delta rule
 RECOMPILES = 64  # shapes and kinds of weights in a run
@@ -65,11 +65,6 @@ def constant(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def square(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return torch.log(0.5 * (1 + s) * (1 + s) + 1e-6)
-
-
-def kept_or_polynomial(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, rank: Tensor, least: Tensor) -> Tensor:
-    """rank (b, h, n) of keys, least (b, h, n / BLOCK): the least rank that queries of a block keep."""
-    return torch.where(rank[b, h, j] >= least[b, h, i // BLOCK], s, polynomial(s, b, h, i, j))
 
 
 def chosen_exact(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, chosen: Tensor) -> Tensor:
@@ -136,6 +131,33 @@ def polynomial_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Te
     before = (0, 0, q.shape[2] - keys, 0)  # the first queries have no such key
     log_scale = F.pad(lse - log_decay.cumsum(-1), before[2:], value=float("-inf"))
     return Part(F.pad(o, before), F.pad(torch.ones_like(o[..., :1]), before), log_scale)
+
+
+def kept_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Tensor, scale: float, places: Tensor) -> Part:
+    """Returns the keys at `places` with weights exp(gate_j - G_j + s), by softmax attention of each block of queries.
+
+    The log of a key's factor is in two more channels of the keys, as a number of their dtype and its rounding error.
+
+    Args:
+        places: (b, h, blocks, kept), as `kept_places` returns them.
+    """
+    b, h, n, _ = q.shape
+    blocks, kept = places.shape[2:]
+    padding, index = blocks * BLOCK - n, places.clamp(min=0).flatten(2)
+    sums = log_decay.cumsum(-1)
+    of_block = sums[..., ::BLOCK].unsqueeze(-1)  # at its first query
+    log_factor = (gate - sums).gather(2, index).unflatten(2, (blocks, kept)) + of_block
+    rounded = log_factor.to(k.dtype)
+    more = torch.stack([rounded, (log_factor - rounded).to(k.dtype)], dim=-1)
+    keys, values = (x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in (k, v))
+    keys, values = (x.unflatten(2, (blocks, kept)) for x in (keys, values))
+    queries = F.pad(q, (0, 0, 0, padding)).unflatten(2, (blocks, BLOCK))
+    queries, keys = torch.cat([queries, torch.full_like(queries[..., :2], 1 / scale)], -1), torch.cat([keys, more], -1)
+    each = (x.flatten(0, 2).unsqueeze(1) for x in (queries, keys, values))
+    is_key = (places >= 0).flatten(0, 2)
+    o, lse = fastmax.flash_attention(*each, scale=scale, causal=False, attention_mask=is_key, return_lse=True)
+    o, lse = (x.view(b, h, blocks * BLOCK, *x.shape[3:])[:, :, :n] for x in (o, lse))
+    return Part(o, torch.ones_like(o[..., :1]), lse - of_block.expand(-1, -1, -1, BLOCK).flatten(2)[..., :n])
 
 
 def merged(*parts: Part) -> Tensor:
@@ -488,15 +510,18 @@ class DeltaMemory(DeltaValues):
 
 
 class KeptKeys(InputGate):
-    """An input gate, and weights exp(b_j + s) for the `kept` keys beyond the window with the largest gates so far.
+    """An input gate, and weights exp(b_j) (exp(s) + f(s)) for the `kept` keys beyond the window with the largest gates so far.
 
-    Queries of a block share the keys: those beyond the window of its first query, of which the least of the largest gates is a
-    threshold for all keys.
+    Queries of a block share the keys: those beyond the window of its first query.
+
+    Args:
+        kept: number of keys.
+        polynomial: whether the layer has the polynomial; without it, other keys weigh 0.
     """
 
-    def __init__(self, *sizes: int, kept: int = 256, **options):
+    def __init__(self, *sizes: int, kept: int = 256, polynomial: bool = True, **options):
         super().__init__(*sizes, **options)
-        self.kept = kept
+        self.kept, self.polynomial = kept, polynomial
 
     def _rank(self, gate: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gate
@@ -504,10 +529,11 @@ class KeptKeys(InputGate):
     def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         gate = self._gate(x)
         with torch.no_grad():
-            rank = self._rank(gate, k, v).contiguous()
-            least = least_kept(rank, self.kept, self.exact_window)
-        far_keys = self._weighed(q, k, v, gate - log_decay.cumsum(-1), kept_or_polynomial, rank, least)
-        return merged(self._near(q, k, v, log_decay), far_keys)
+            places = kept_places(self._rank(gate, k, v), self.kept, self.exact_window)
+        parts = [self._near(q, k, v, log_decay), kept_part(q, k, v, log_decay, gate, self.scale, places)]
+        if self.polynomial:
+            parts.append(self._far(q, k, v, log_decay, gate))
+        return merged(*parts)
 
 
 class KeptByResidual(KeptKeys):
@@ -519,26 +545,27 @@ class KeptByResidual(KeptKeys):
         return delta_rule(None, k, v, always, never, second_order, 1 / self.scale)[0].norm(dim=-1)
 
 
-def least_kept(rank: Tensor, kept: int, w: int) -> Tensor:
-    """Returns for each block of queries the `kept`-th largest rank of the keys beyond the window w of its first query.
-
-    Where there are fewer keys it is -inf.
+def kept_places(rank: Tensor, kept: int, w: int) -> Tensor:
+    """Returns for each block of queries the `kept` keys of the largest rank beyond the window w of its first query.
 
     Args:
         rank: (b, h, n).
 
     Returns:
-        (b, h, blocks).
+        int64 (b, h, blocks, kept), -1 where there are fewer keys.
     """
     top = rank.new_full((*rank.shape[:2], kept), float("-inf"))
-    least, seen = [], 0
+    places = torch.full_like(top, -1, dtype=torch.int64)
+    of_blocks, seen = [], 0
     for first in range(0, rank.shape[2], BLOCK):
         beyond = max(0, first - w + 1)
         if beyond > seen:
-            top = torch.cat([top, rank[:, :, seen:beyond]], dim=-1).topk(kept, dim=-1).values
+            new = torch.arange(seen, beyond, device=rank.device).expand(*rank.shape[:2], -1)
+            top, order = torch.cat([top, rank[:, :, seen:beyond]], dim=-1).topk(kept, dim=-1)
+            places = torch.cat([places, new], dim=-1).gather(2, order)
             seen = beyond
-        least.append(top.amin(-1))
-    return torch.stack(least, dim=-1)
+        of_blocks.append(places)
+    return torch.stack(of_blocks, dim=2)
 
 
 class ChosenBlocks(Memory):

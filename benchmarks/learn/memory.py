@@ -1,8 +1,9 @@
 """Memory: what a layer should keep of keys beyond its window: needle, equal steps and recall of prototypes.
 
 "needle" is the test of that name with a longer training on long windows; in "needle, longer" the training on short windows is
-longer too and has more facts. In "needle, near first" the first windows are so short that the exact window has most facts.
-"steps" is equal-steps, and "recall" asks for 256 pairs within 4096 tokens.
+longer too and has more facts. In "needle, near first" the first windows are so short that the exact window has most facts;
+"needle, near first, longer" has more steps on long windows. "steps" is equal-steps, and "recall" asks for 256 pairs within 4096
+tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ NEEDLE = replace(
     BASE, model=replace(BASE.model, steps=600), lengths=tuple(2**k for k in range(12, 17)), texts=64, test_tokens=2**20
 )
 (FEW_STEPS,) = (stage.model for stage in BASE.short)
+NEAR = needle.Stage(replace(FEW_STEPS, steps=1500, context=256, batch=64, rows=10, validation=128, final=128), facts=4)
 Setting = needle.Setting | language.Setting | recall.Setting
 SETTINGS: dict[str, Setting] = {
-    "needle, near first": replace(
+    "needle, near first": replace(NEEDLE, short=(NEAR, needle.Stage(replace(FEW_STEPS, steps=1500, batch=16, rows=10), 16))),
+    "needle, near first, longer": replace(
         NEEDLE,
-        short=(
-            needle.Stage(replace(FEW_STEPS, steps=1500, context=256, batch=64, rows=10, validation=128, final=128), facts=4),
-            needle.Stage(replace(FEW_STEPS, steps=1500, batch=16, rows=10), facts=16),
-        ),
+        short=(NEAR, needle.Stage(replace(FEW_STEPS, steps=500, batch=16, rows=5), 16)),
+        model=replace(NEEDLE.model, steps=1500),
     ),
     "needle, longer": replace(NEEDLE, short=(needle.Stage(replace(FEW_STEPS, steps=4000, batch=16, rows=20), facts=16),)),
     "needle": NEEDLE,
@@ -51,15 +52,18 @@ RECALL_WINDOW = 32
 
 # The most important first
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
+DECAYS = ("p2_slow", "gate_slow", "softmax_slow", "p2_without_decay")
+HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
-CHOSEN = ("kept", "kept_residual", "hybrid_blocks", "hybrid_blocks_mean", "blocks")
+CHOSEN = ("kept", "kept_alone", "kept_residual", "hybrid_blocks", "hybrid_blocks_mean", "blocks")
 DELTA = ("delta_values", "delta", "delta_keys")
 VARIANTS_OF = {
-    "needle": (*FIRST, *PARTS, *CHOSEN, *SHAPES, *DELTA),
-    "steps": (*FIRST, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "needle": (*FIRST, *DECAYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "steps": (*FIRST, *DECAYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
     "recall": (
-        *("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate", "kept", "kept_residual"),
+        *("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate"),
+        *("kept", "kept_alone", "kept_residual"),
         *DELTA,
     ),
 }

@@ -17,6 +17,7 @@ from benchmarks.learn import memories
 from benchmarks.learn.examples import model
 
 SAME_SIZE = 0.02
+SLOW = {"longest_half_life": 65536.0}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -30,6 +31,7 @@ class Variant:
     wide: bool = False  # whether there are half as many heads, each twice as wide
     heads: int = 0  # number of heads, of the widths in `parts`; 0: that of the setting
     every: int = 0  # as in GPTConfig
+    softmax_layers: tuple[int, ...] = ()  # indices of the blocks whose attention is softmax, in place of `every`
     sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
     layers: dict[str, Callable] = field(default_factory=dict)  # attention -> what replaces FastmaxSelfAttention
     fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
@@ -56,8 +58,13 @@ VARIANTS = {
     "p2_all": Variant("p = 2, all parts"),
     "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
     "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
+    "hybrid_early": Variant("p = 2, all parts; softmax in layers 2 and 6 of 8", softmax_layers=(1, 5), as_large_as="p2_all"),
+    "hybrid_middle": Variant("p = 2, all parts; softmax in layers 3 and 6 of 8", softmax_layers=(2, 5), as_large_as="p2_all"),
+    "hybrid_one": Variant("p = 2, all parts; softmax in layer 3 of 8", softmax_layers=(2,), as_large_as="p2_all"),
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
+    "p2_slow": Variant("p = 2, all parts, half-lives to 64k", parts=SLOW),
+    "softmax_slow": Variant("softmax, same parts, half-lives to 64k", "softmax", SLOW, as_large_as="p2_slow"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
     "softmax_near": Variant("without global keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
     "p2_without_decay": Variant("without decay", parts={"decay": False}),
@@ -71,6 +78,7 @@ VARIANTS = {
     "parts_of_p2": Variant("p = 2, all parts, as prototypes compute it", layers={"fastmax": memories.Memory}),
     "gate": Variant("input gate", layers={"fastmax": memories.InputGate}),
     "gate_without_decay": Variant("input gate, without decay", parts={"decay": False}, layers={"fastmax": memories.InputGate}),
+    "gate_slow": Variant("input gate, half-lives to 64k", parts=SLOW, layers={"fastmax": memories.InputGate}),
     "hybrid_gate": Variant("input gate; softmax in every fourth layer", every=4, layers={"fastmax": memories.InputGate}),
     "softmax_gate": Variant("softmax, same parts, input gate", "softmax", layers={"softmax": memories.GatedSoftmax}),
     "gate_wide": Variant("input gate, half as many heads", wide=True, layers={"fastmax": memories.InputGate}),
@@ -97,6 +105,9 @@ VARIANTS = {
         "window, delta rule on keys", layers={"fastmax": partial(memories.DeltaMemory, features=memories.first_order)}
     ),
     "kept": Variant("input gate, 256 keys kept by gate", layers={"fastmax": memories.KeptKeys}),
+    "kept_alone": Variant(
+        "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
+    ),
     "kept_residual": Variant(
         "input gate, 256 keys kept by the delta rule's residual", layers={"fastmax": memories.KeptByResidual}
     ),
@@ -180,7 +191,13 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
             return model.make_layer(near, index) if variant.every_other and index % 2 == 0 else FLALayer(variant, config)
 
         return model.GPT(config, make_layer)
-    return model.GPT(config, partial(model.make_layer, layer=partial(_layer, variant)))
+    return model.GPT(config, partial(_layer_at, variant))
+
+
+def _layer_at(variant: Variant, config: model.GPTConfig, index: int) -> nn.Module:
+    if index in variant.softmax_layers:
+        config = replace(config, every=1)
+    return model.make_layer(config, index, layer=partial(_layer, variant))
 
 
 def _layer(variant: Variant, *sizes: int, attention: str, **parts) -> fastmax.FastmaxSelfAttention:
