@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastmax
 from fastmax import eager
+from fastmax.nn.decay_gate import biases_of_half_lives
 from fastmax.nn.rotary import Rotation
 
 DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU
@@ -259,6 +260,16 @@ def _compiled(function: Callable) -> Callable:
 
 
 # ---- layers
+
+
+class SlowDecays(fastmax.FastmaxSelfAttention):
+    """FastmaxSelfAttention whose initial half-lives begin at the length of the exact window, which has all nearer keys."""
+
+    def __init__(self, *sizes: int, **options):
+        super().__init__(*sizes, **options)
+        biases = biases_of_half_lives(self.num_kv_heads, self.longest_half_life, shortest=self.exact_window)
+        with torch.no_grad():
+            self.decay_proj.bias.copy_(biases)
 
 
 class Memory(fastmax.FastmaxSelfAttention):

@@ -64,6 +64,13 @@ VARIANTS = {
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
     "p2_slow": Variant("p = 2, all parts, half-lives to 64k", parts=SLOW),
+    "p2_slower": Variant("p = 2, all parts, half-lives from 128 to 64k", parts=SLOW, layers={"fastmax": memories.SlowDecays}),
+    "p2_wide_slower": Variant(
+        "p = 2, all parts, half as many heads, half-lives from 128 to 64k",
+        parts=SLOW,
+        wide=True,
+        layers={"fastmax": memories.SlowDecays},
+    ),
     "softmax_slow": Variant("softmax, same parts, half-lives to 64k", "softmax", SLOW, as_large_as="p2_slow"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
     "softmax_near": Variant("without global keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
