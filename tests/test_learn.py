@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import tables
 from benchmarks.learn import (
     __main__,
+    capacity,
     conversion,
     data,
     equal_steps,
@@ -70,6 +71,7 @@ def tiny(monkeypatch):
         (equal_steps, TINY),
         (equal_time, replace(TINY, seconds=0.05, steps=1000, rows=1000)),
         (needle, TINY_NEEDLE),
+        (capacity, capacity.Setting((256, 512), capacity.BATCH)),
         (recall, TINY_RECALL),
     ):
         monkeypatch.setattr(module, "SETTINGS", dict.fromkeys(module.SETTINGS, setting))
@@ -97,6 +99,7 @@ MEASURES = {
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
     "needle": ("hybrid", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
     "memory": ("gate", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters", "accuracy"}),
+    "capacity": ("recent", {"found"}),
     "recall": ("p1_all", {"train", "accuracy"}),
     "conversion": ("window_decay", {"before", "swapped", "fitted", "transferred", "finetuned"}),
 }
@@ -225,12 +228,15 @@ def test_command_line(tiny, text, capsys):
     assert "another --out" in capsys.readouterr().err
 
 
+OF_EXPERIMENT = {"recall": recall.VARIANTS, "conversion": conversion.VARIANTS, "capacity": capacity.VARIANTS}
+
+
 def test_every_run_is_of_a_known_variant_and_setting():
     for device in (CPU, torch.device("meta", 0)):
         kind = types.SimpleNamespace(type="cuda" if device.type == "meta" else "cpu")
         for name, experiment in __main__.EXPERIMENTS.items():
             module = sys.modules[experiment.execute.__module__]
-            of_experiment = {"recall": recall.VARIANTS, "conversion": conversion.VARIANTS}.get(name, variants.VARIANTS)
+            of_experiment = OF_EXPERIMENT.get(name, variants.VARIANTS)
             settings = equal_steps.SETTINGS if name == "conversion" else module.SETTINGS | getattr(module, "TRIALS", {})
             runs = experiment.runs(kind)
             assert len({run.key for run in runs}) == len(runs) > 0
@@ -264,6 +270,21 @@ def test_equal_time_is_not_that_of_eager_operators(monkeypatch):
     with pytest.raises(RuntimeError, match="seconds of p2_all are those of its kernels: there is no nvcc"):
         equal_time.execute(runner.Run("p2_all", "64k", 1e-3, 1), place)
     assert equal_time.execute(runner.Run("softmax_sdpa", "64k", 1e-3, 1), place) is not None, "which needs none of them"
+
+
+def share(variant: capacity.Variant, n: int) -> float:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.cat([capacity.found(variant, n, drawn) for _ in range(16)]).double().mean().item()
+
+
+def test_capacity():
+    recent = capacity.VARIANTS["recent"]
+    log_decays = recent.decays().double()
+    assert (4 * log_decays[0]).exp2().item() == (8192 * log_decays[-1]).exp2().item() == pytest.approx(0.5)
+    assert share(recent, 200) == 1.0 and share(replace(recent, text=0.0), 8192) == 1.0
+    assert share(replace(recent, weight=torch.ones_like), 16384) < 0.15, "hardly more than one letter in 26"
+    assert share(replace(recent, half_lives=(4.0, 32.0)), 8192) < 0.15, "it has decayed"
+    assert share(recent, 16384) < share(capacity.VARIANTS["wide_recent"], 16384) < share(capacity.VARIANTS["softmax"], 16384)
 
 
 def test_softmax_layers_of_a_variant():

@@ -67,11 +67,14 @@ def test_initial_weights_are_those_of_the_layer(name):
         assert torch.equal(own[key], weight), key
 
 
-def test_slow_decays():
-    torch.manual_seed(0)
-    layer = memories.SlowDecays(16, 2, exact_window=4, longest_half_life=64.0).double()
+@pytest.mark.parametrize(
+    "layer, half_lives", [(memories.SlowDecays, [4, 16, 64, 256]), (memories.SteadyHeads, [4, 1024, 256, 256])]
+)
+def test_initial_half_lives(layer, half_lives):
+    layer = layer(16, 4, exact_window=4, longest_half_life=256.0).double()
     log_decay = heads(layer, torch.randn(1, 5, 16, dtype=torch.float64))[3]
-    torch.testing.assert_close(log_decay[0, :, 0].exp() ** torch.tensor([4, 64]), torch.full((2,), 0.5, dtype=torch.float64))
+    left = log_decay[0, :, 0].exp() ** torch.tensor(half_lives)
+    torch.testing.assert_close(left, torch.full_like(left, 0.5))
 
 
 def test_gated_softmax_without_a_gate_is_softmax():

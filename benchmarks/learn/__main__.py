@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learn import ablation, conversion, equal_steps, equal_time, free_windows, memory, needle, recall, rows
+from benchmarks.learn import ablation, capacity, conversion, equal_steps, equal_time, free_windows, memory, needle, recall, rows
 from benchmarks.learn.runner import Place, perform
 
 EXPERIMENTS = {
@@ -36,6 +36,7 @@ EXPERIMENTS = {
     "recall": recall.EXPERIMENT,
     "needle": needle.EXPERIMENT,
     "memory": memory.EXPERIMENT,
+    "capacity": capacity.EXPERIMENT,
 }
 DATA = Path(tempfile.gettempdir()) / "fastmax-learn.uint8"
 RESULTS = Path(__file__).parents[1] / "results/learn"

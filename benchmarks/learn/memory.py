@@ -52,7 +52,8 @@ RECALL_WINDOW = 32
 
 # The most important first
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
-DECAYS = ("p2_slow", "p2_slower", "p2_wide", "p2_wide_slower", "gate_slow", "softmax_slow", "p2_without_decay")
+SLOWER = ("p2_slow", "p2_slower", "p2_steady", "p2_wide", "p2_wide_slower", "p2_wide_steady")
+DECAYS = (*SLOWER, "gate_slow", "softmax_slow", "p2_without_decay")
 HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
@@ -68,7 +69,7 @@ VARIANTS_OF = {
     ),
 }
 SECONDS = {"needle": 250.0, "steps": 90.0, "recall": 60.0}
-SLOWER = 2.0  # factor of the time of the slowest variants
+FACTOR = 2.0  # factor of the time of the slowest variants
 
 
 def runs(device: torch.device) -> list[Run]:
@@ -85,7 +86,7 @@ def _runs_of(name: str, setting: Setting) -> Iterator[Run]:
         rates = (setting.lr,)
     for variant in VARIANTS_OF[kind]:
         for lr in rates:
-            slower = SLOWER if variant in (*DELTA, "kept_residual", "blocks") else 1.0
+            slower = FACTOR if variant in (*DELTA, "kept_residual", "blocks") else 1.0
             yield Run(variant, name, lr, 1, SECONDS[kind] * slower)
 
 

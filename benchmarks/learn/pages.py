@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.learn import conversion
+from benchmarks.learn import capacity, conversion
 from benchmarks.learn.recall import TITLES as RECALL
 from benchmarks.learn.results import above, best_rate, in_order, seconds_to_reach, seed_values
 from benchmarks.learn.variants import VARIANTS
@@ -16,6 +16,7 @@ from benchmarks.report import read_csv, where
 FOLDER = "benchmarks/results/learn"
 SAME_TIME = 1.1  # largest ratio of the times of two runs: a run ends with the step that is running
 TITLES = {name: variant.title for name, variant in VARIANTS.items()}
+CAPACITIES = {name: variant.title for name, variant in capacity.VARIANTS.items()}
 CONVERSIONS = {name: variant.title for name, variant in conversion.VARIANTS.items()}
 
 Lines = Iterator[list[str]]  # lines of a table; the first is the header
@@ -113,6 +114,15 @@ def memory(found: pd.DataFrame) -> Lines:
         yield [title, str(own["seed"].nunique()), *values]
 
 
+def capacities(found: pd.DataFrame) -> Lines:
+    lengths = sorted(found["at"].unique())
+    yield ["memory", "elements of its state", *map(tokens_of, lengths)]
+    for name, title in in_order(found, CAPACITIES).items():
+        own = where(found, variant=name)
+        state = "" if name == "softmax" else million(own["parameters"].iloc[0])
+        yield [title, state, *(f"{seed_values(own, at=n).mean():.0f}" for n in lengths)]
+
+
 def _count_of(column: tuple[str, int]) -> str:
     measure, at = column
     return f"{at} pairs" if measure == "accuracy" else tokens_of(at)
@@ -137,6 +147,7 @@ TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "needle": (needle, {"needle": "facts found by length of the text"}),
     "conversion": (conversions, {}),
     "memory": (memory, {}),
+    "capacity": (capacities, {}),
 }
 
 

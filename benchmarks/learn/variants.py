@@ -18,6 +18,7 @@ from benchmarks.learn.examples import model
 
 SAME_SIZE = 0.02
 SLOW = {"longest_half_life": 65536.0}
+STEADY = {"longest_half_life": 2.0**24}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -70,6 +71,17 @@ VARIANTS = {
         parts=SLOW,
         wide=True,
         layers={"fastmax": memories.SlowDecays},
+    ),
+    "p2_steady": Variant(
+        "p = 2, all parts, half of the heads without decay at first",
+        parts=STEADY,
+        layers={"fastmax": memories.SteadyHeads},
+    ),
+    "p2_wide_steady": Variant(
+        "p = 2, all parts, half as many heads, half of them without decay at first",
+        parts=STEADY,
+        wide=True,
+        layers={"fastmax": memories.SteadyHeads},
     ),
     "softmax_slow": Variant("softmax, same parts, half-lives to 64k", "softmax", SLOW, as_large_as="p2_slow"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
