@@ -19,8 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.learn import memories
 from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
+from fastmax import eager
+from fastmax.nn.decay_gate import biases_of_half_lives
 
 SPREAD = 2.0
 WINDOW = 128
@@ -37,10 +40,6 @@ class Setting:
 SETTINGS = {"random keys": Setting(tuple(2**k for k in range(12, 17)), trials=512)}
 
 
-def polynomial(s: Tensor) -> Tensor:
-    return 1 + s + 0.5 * s * s
-
-
 @dataclass(frozen=True)
 class Variant:
     title: str
@@ -49,19 +48,18 @@ class Variant:
     heads: int = 8
     head_dim: int = 64
     text: float = 1.0  # factor of the weights of text, as of a gate
-    weight: Callable[[Tensor], Tensor] = polynomial
+    weight: Callable[[Tensor], Tensor] = memories.f
 
     def decays(self) -> Tensor:
         """Returns the logarithms to base 2 of the decay per token, (heads,)."""
-        first, last = map(math.log, self.half_lives)
-        half_lives = torch.linspace(first, last, self.heads - self.steady, dtype=torch.float64).exp()
-        return torch.cat([-1 / half_lives, torch.zeros(self.steady, dtype=torch.float64)]).float()
+        first, last = self.half_lives
+        log_decays = F.logsigmoid(biases_of_half_lives(self.heads - self.steady, last, shortest=first)) / math.log(2.0)
+        return torch.cat([log_decays, torch.zeros(self.steady, dtype=torch.float64)]).float()
 
     @property
     def state_size(self) -> int:
         """Number of elements of the states of a layer."""
-        features = 1 + self.head_dim + self.head_dim * (self.head_dim + 1) // 2
-        return self.heads * features * (self.head_dim + 1)
+        return self.heads * eager.state_rows(self.head_dim, 2) * (self.head_dim + 1)
 
 
 SLOW = (128.0, 65536.0)

@@ -53,7 +53,7 @@ RECALL_WINDOW = 32
 # The most important first
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
 SLOWER = ("p2_slow", "p2_slower", "p2_steady", "p2_wide", "p2_wide_slower", "p2_wide_steady")
-DECAYS = (*SLOWER, "gate_slow", "softmax_slow", "p2_without_decay")
+DECAYS = (*SLOWER, "softmax_wide", "gate_slow", "softmax_slow", "p2_without_decay")
 HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
