@@ -233,14 +233,24 @@ def kept_of(rank: torch.Tensor, i: int, j: int, kept: int, block: int) -> bool:
     return j < len(beyond) and j in beyond.argsort(descending=True)[:kept]
 
 
-@pytest.mark.parametrize("layer, polynomial", [(memories.KeptKeys, 1), (memories.KeptKeys, 0), (memories.KeptByResidual, 1)])
-def test_kept_keys(layer, polynomial, monkeypatch):
-    monkeypatch.setattr(memories, "BLOCK", 2)
+@pytest.mark.parametrize(
+    "layer, options",
+    [
+        (memories.KeptKeys, {}),
+        (memories.KeptKeys, {"block": 5}),
+        (memories.KeptKeys, {"fades": False}),
+        (memories.KeptKeys, {"polynomial": False}),
+        (memories.KeptByResidual, {}),
+    ],
+)
+def test_kept_keys(layer, options, monkeypatch):
     monkeypatch.setattr(memories, "CHUNK", 5)
     torch.manual_seed(0)
-    layer = randomised(layer(16, 2, kept=3, polynomial=bool(polynomial), **OPTIONS))
+    options = {"block": 2} | options
+    layer = randomised(layer(16, 2, kept=3, **options, **OPTIONS))
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     gate = layer._gate(x)
+    sums = layer._heads(x, None, None, None)[3].cumsum(-1)
     rank = gate
     if isinstance(layer, memories.KeptByResidual):
         forgetful = memories.DeltaMemory(16, 2, decay=False, **OPTIONS).double()
@@ -253,8 +263,9 @@ def test_kept_keys(layer, polynomial, monkeypatch):
     def weight(b, h, i, j, s):
         if i - j < 4:
             return s.exp()
-        found.append(kept_of(rank[b, h], i, j, 3, 2))
-        return gate[b, h, j].exp() * (polynomial * f(s) + (s.exp() if found[-1] else 0.0))
+        found.append(kept_of(rank[b, h], i, j, 3, options["block"]))
+        of_kept = s.exp() * (1.0 if layer.fades else (sums[b, h, j] - sums[b, h, i]).exp())  # `naive` multiplies by the decays
+        return gate[b, h, j].exp() * (layer.polynomial * f(s) + (of_kept if found[-1] else 0.0))
 
     torch.testing.assert_close(layer(x), naive(layer, x, weight))
     assert 0 < sum(found) < len(found)
@@ -262,10 +273,9 @@ def test_kept_keys(layer, polynomial, monkeypatch):
         assert gradient.abs().sum() > 0, name
 
 
-def test_places_of_kept_keys(monkeypatch):
-    monkeypatch.setattr(memories, "BLOCK", 4)
+def test_places_of_kept_keys():
     rank = torch.tensor([3.0, 1.0, 2.0, 9.0, 0.0, 8.0, 4.0, 7.0, 5.0, 6.0]).expand(1, 1, -1)
-    none, of_two, of_six = memories.kept_places(rank, 3, 3)[0, 0].tolist()
+    none, of_two, of_six = memories.kept_places(rank, 3, 3, 4)[0, 0].tolist()
     assert none == [-1, -1, -1]
     assert sorted(of_two) == [-1, 0, 1]
     assert sorted(of_six) == [0, 3, 5]

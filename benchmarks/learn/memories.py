@@ -30,7 +30,7 @@ DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU
 CHANNELS = 128  # of the values in one call of FlexAttention
 # FlexAttention chooses its tiles by the width of q and k; with those for 64, 128 channels of values do not fit in registers
 WIDE_VALUES = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3}
-BLOCK = 64  # keys of a block, and queries that share kept keys
+BLOCK = 64  # keys of a block, and queries that share kept keys in KeptKeys by default
 TILE = 128  # queries and keys of a tile of FlexAttention
 CHUNK = 128  # tokens of a step of the delta rule
 RECOMPILES = 64  # shapes and kinds of weights in a run
@@ -134,31 +134,47 @@ def polynomial_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Te
     return Part(F.pad(o, before), F.pad(torch.ones_like(o[..., :1]), before), log_scale)
 
 
-def kept_part(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: Tensor, scale: float, places: Tensor) -> Part:
+def kept_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    gate: Tensor,
+    scale: float,
+    places: Tensor,
+    block: int,
+    fades: bool = True,
+) -> Part:
     """Returns the keys at `places` with weights exp(gate_j - G_j + s), by softmax attention of each block of queries.
 
     The log of a key's factor is in two more channels of the keys, as a number of their dtype and its rounding error.
 
     Args:
         places: (b, h, blocks, kept), as `kept_places` returns them.
+        block: number of queries of a block.
+        fades: whether the keys decay. If not, their weights are exp(gate_j - G_i + s): the factor exp(G_i) of a row cancels.
     """
     b, h, n, _ = q.shape
     blocks, kept = places.shape[2:]
-    padding, index = blocks * BLOCK - n, places.clamp(min=0).flatten(2)
+    padding, index = blocks * block - n, places.clamp(min=0).flatten(2)
     sums = log_decay.cumsum(-1)
-    of_block = sums[..., ::BLOCK].unsqueeze(-1)  # at its first query
-    log_factor = (gate - sums).gather(2, index).unflatten(2, (blocks, kept)) + of_block
+    of_row = sums
+    log_factor = (gate - sums if fades else gate).gather(2, index).unflatten(2, (blocks, kept))
+    if fades:
+        of_block = sums[..., ::block].unsqueeze(-1)  # at its first query
+        log_factor = log_factor + of_block
+        of_row = of_block.expand(-1, -1, -1, block).flatten(2)[..., :n]
     rounded = log_factor.to(k.dtype)
     more = torch.stack([rounded, (log_factor - rounded).to(k.dtype)], dim=-1)
     keys, values = (x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in (k, v))
     keys, values = (x.unflatten(2, (blocks, kept)) for x in (keys, values))
-    queries = F.pad(q, (0, 0, 0, padding)).unflatten(2, (blocks, BLOCK))
+    queries = F.pad(q, (0, 0, 0, padding)).unflatten(2, (blocks, block))
     queries, keys = torch.cat([queries, torch.full_like(queries[..., :2], 1 / scale)], -1), torch.cat([keys, more], -1)
     each = (x.flatten(0, 2).unsqueeze(1) for x in (queries, keys, values))
     is_key = (places >= 0).flatten(0, 2)
     o, lse = fastmax.flash_attention(*each, scale=scale, causal=False, attention_mask=is_key, return_lse=True)
-    o, lse = (x.view(b, h, blocks * BLOCK, *x.shape[3:])[:, :, :n] for x in (o, lse))
-    return Part(o, torch.ones_like(o[..., :1]), lse - of_block.expand(-1, -1, -1, BLOCK).flatten(2)[..., :n])
+    o, lse = (x.view(b, h, blocks * block, *x.shape[3:])[:, :, :n] for x in (o, lse))
+    return Part(o, torch.ones_like(o[..., :1]), lse - of_row)
 
 
 def merged(*parts: Part) -> Tensor:
@@ -541,11 +557,15 @@ class KeptKeys(InputGate):
     Args:
         kept: number of keys.
         polynomial: whether the layer has the polynomial; without it, other keys weigh 0.
+        block: number of queries of a block.
+        fades: whether the kept keys decay.
     """
 
-    def __init__(self, *sizes: int, kept: int = 256, polynomial: bool = True, **options):
+    def __init__(
+        self, *sizes: int, kept: int = 256, polynomial: bool = True, block: int = BLOCK, fades: bool = True, **options
+    ):
         super().__init__(*sizes, **options)
-        self.kept, self.polynomial = kept, polynomial
+        self.kept, self.polynomial, self.block, self.fades = kept, polynomial, block, fades
 
     def _rank(self, gate: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gate
@@ -553,8 +573,9 @@ class KeptKeys(InputGate):
     def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         gate = self._gate(x)
         with torch.no_grad():
-            places = kept_places(self._rank(gate, k, v), self.kept, self.exact_window)
-        parts = [self._near(q, k, v, log_decay), kept_part(q, k, v, log_decay, gate, self.scale, places)]
+            places = kept_places(self._rank(gate, k, v), self.kept, self.exact_window, self.block)
+        of_kept = kept_part(q, k, v, log_decay, gate, self.scale, places, self.block, self.fades)
+        parts = [self._near(q, k, v, log_decay), of_kept]
         if self.polynomial:
             parts.append(self._far(q, k, v, log_decay, gate))
         return merged(*parts)
@@ -569,7 +590,7 @@ class KeptByResidual(KeptKeys):
         return delta_rule(None, k, v, always, never, second_order, 1 / self.scale)[0].norm(dim=-1)
 
 
-def kept_places(rank: Tensor, kept: int, w: int) -> Tensor:
+def kept_places(rank: Tensor, kept: int, w: int, block: int) -> Tensor:
     """Returns for each block of queries the `kept` keys of the largest rank beyond the window w of its first query.
 
     Args:
@@ -581,7 +602,7 @@ def kept_places(rank: Tensor, kept: int, w: int) -> Tensor:
     top = rank.new_full((*rank.shape[:2], kept), float("-inf"))
     places = torch.full_like(top, -1, dtype=torch.int64)
     of_blocks, seen = [], 0
-    for first in range(0, rank.shape[2], BLOCK):
+    for first in range(0, rank.shape[2], block):
         beyond = max(0, first - w + 1)
         if beyond > seen:
             new = torch.arange(seen, beyond, device=rank.device).expand(*rank.shape[:2], -1)

@@ -57,7 +57,10 @@ DECAYS = (*SLOWER, "softmax_wide", "gate_slow", "softmax_slow", "p2_without_deca
 HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
-CHOSEN = ("kept", "kept_alone", "kept_residual", "hybrid_blocks", "hybrid_blocks_mean", "blocks")
+CHOSEN = (
+    *("kept", "kept_256", "kept_steady", "kept_wide", "kept_alone", "kept_residual"),
+    *("hybrid_blocks", "hybrid_blocks_mean", "blocks"),
+)
 DELTA = ("delta_values", "delta", "delta_keys")
 VARIANTS_OF = {
     "needle": (*FIRST, *DECAYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),

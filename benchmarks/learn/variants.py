@@ -124,6 +124,18 @@ VARIANTS = {
         "window, delta rule on keys", layers={"fastmax": partial(memories.DeltaMemory, features=memories.first_order)}
     ),
     "kept": Variant("input gate, 256 keys kept by gate", layers={"fastmax": memories.KeptKeys}),
+    "kept_256": Variant(
+        "input gate, 256 keys kept by gate for 256 queries", layers={"fastmax": partial(memories.KeptKeys, block=256)}
+    ),
+    "kept_steady": Variant(
+        "input gate, 256 keys kept by gate for 256 queries, without decay",
+        layers={"fastmax": partial(memories.KeptKeys, block=256, fades=False)},
+    ),
+    "kept_wide": Variant(
+        "input gate, 256 keys kept by gate for 256 queries, half as many heads",
+        wide=True,
+        layers={"fastmax": partial(memories.KeptKeys, block=256)},
+    ),
     "kept_alone": Variant(
         "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
     ),
