@@ -111,7 +111,7 @@ def test_expanded_tensors(expanded, d):
     expected = forward(copied)
     for keys_of, going_on in ((given, copied), (copied, given)):
         _, saved = saved_of_keys(keys_of)
-        got = OPERATORS.prefill_saved_(*going_on[:8], saved, *going_on[8:])
+        got = OPERATORS.prefill_saved_(*going_on[:9], saved, *going_on[9:])
         assert all(map(torch.equal, got, expected))
 
 
