@@ -96,7 +96,7 @@ def fastmax_attention(
             multiplied by exp(log_input_gate_j), except in an exact window: what is worth remembering is written with a large
             weight, the rest hardly. Values outside [-60, 30] count as the nearest end, with gradient 0; so -inf does not hide
             a key. A NaN makes the queries NaN that weigh its key by it, and no others. float32 inside (float64 for float64 q);
-            gets a gradient. Calls with it run in PyTorch operations, on a GPU too.
+            gets a gradient.
         others: must be empty. An argument name of another library raises an error that says what to pass instead.
 
     Returns:
