@@ -19,7 +19,7 @@ from fastmax.nn.self_attention_state import SelfAttentionState
 
 # Switches the parts of the layer off. Attention, normalised q and k, and rotary positions remain.
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
-OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
+OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm", "input_gate"}  # not of softmax
 LOGITS = 8192 * 50304  # at most this many in memory at a time in the loss: 1.5 GiB, and the same for their gradient
 
 

@@ -52,6 +52,20 @@ def test_a_layer_without_its_idea_is_the_layer(layer, options):
         torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_an_input_gate_is_that_of_the_layer():
+    torch.manual_seed(0)
+    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, **OPTIONS, input_gate=True))
+    own = memories.InputGate(16, 2, **OPTIONS).double()
+    own.load_state_dict({name.replace("input_gate", "write"): weight for name, weight in shipped.state_dict().items()})
+    x = torch.randn(2, 24, 16, dtype=torch.float64)
+    torch.testing.assert_close(own(x), shipped(x))
+    got = gradients(own, x)
+    for name, gradient in gradients(shipped, x).items():
+        torch.testing.assert_close(
+            got[name.replace("input_gate", "write")], gradient, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 @pytest.mark.parametrize(
     "name", ["gate", "gate_polynomial", "gate_unrotated", "delta", "kept", "kept_alone", "hybrid_gate", "hybrid_blocks"]
 )

@@ -22,6 +22,7 @@ LAYERS = {
     "defaults": {"exact_window": 3},
     "grouped": {"num_kv_heads": 4, "exact_window": 0, "bias": True, "head_dim": 6, "p": 1},
     "wide values": {"num_kv_heads": 4, "exact_window": 5, "head_dim": 6, "value_dim": 10},
+    "input gate": {"exact_window": 3, "num_kv_heads": 4, "input_gate": True},
     "softmax": {"attention": "softmax", "conv": 0, "output_gate": False},
 }
 

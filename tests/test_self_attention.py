@@ -18,6 +18,7 @@ from fastmax import FastmaxSelfAttention
 C, N = 24, 13
 FASTMAX = {"exact_window": 4}
 SOFTMAX = {"attention": "softmax"}
+GATED = FASTMAX | {"input_gate": True}
 OFF = {"qk_norm": False, "rope": False, "decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 OPTIONS = {
     "all": FASTMAX,
@@ -36,6 +37,11 @@ OPTIONS = {
     "token": FASTMAX | {"normalize": "token", "temperature": 0.5},
     "linear": FASTMAX | {"algorithm": "linear"},
     "autograd": FASTMAX | {"use_custom_gradient": False},
+    "input gate": GATED | {"num_kv_heads": 2},
+    "input gate, no exact_window": {"exact_window": 0, "input_gate": True},
+    "input gate alone": GATED | OFF,
+    "input gate, linear": GATED | {"algorithm": "linear", "p": 1},
+    "input gate, autograd": GATED | {"use_custom_gradient": False},
     "softmax": SOFTMAX,
     "softmax, nothing": SOFTMAX | OFF,
     "softmax, wide values": SOFTMAX | {"value_dim": 11, "num_kv_heads": 2},
@@ -43,7 +49,10 @@ OPTIONS = {
 }
 by_option = pytest.mark.parametrize("option", OPTIONS)
 by_attention = pytest.mark.parametrize(
-    "options", [FASTMAX, SOFTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "softmax", "window"]
+    "options", [FASTMAX, GATED, SOFTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "input gate", "softmax", "window"]
+)
+by_graph = pytest.mark.parametrize(
+    "options", [FASTMAX, GATED, SOFTMAX | {"window": 4}], ids=["fastmax", "input gate", "window"]
 )
 
 
@@ -110,6 +119,10 @@ def written_out(layer, x):
         log_decay = torch.sigmoid(layer.decay_proj(x)).log()  # (b, n, hk)
         sums = log_decay.cumsum(1).mT.repeat_interleave(h // hk, dim=1)
         weights = weights * (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp(max=0).exp()
+    if layer.input_gate_proj is not None:
+        gate = (8 * torch.tanh(layer.input_gate_proj(x) / 8)).exp()  # (b, n, hk)
+        gate = gate.mT.repeat_interleave(h // hk, dim=1).unsqueeze(-2)
+        weights = weights * torch.where(distance < layer.options["exact_window"], 1.0, gate)
     weights = weights * seen
     o = (weights @ v) / weights.sum(-1, keepdim=True)
     o = rms(o.transpose(1, 2), layer.output_norm).flatten(2)
@@ -196,8 +209,8 @@ def test_future_changes_nothing(options):
 @by_attention
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_packed_sequences_are_those_one_by_one(options, padded):
-    layer, x, lengths = make(num_kv_heads=2, **options), tokens(1, 15).requires_grad_(), [6, 0, 1, 2, 6]
-    mask = torch.arange(15).expand(1, -1) % 4 != 1 if padded else None
+    layer, x, lengths = make(num_kv_heads=2, **options), tokens(1, 21).requires_grad_(), [6, 0, 1, 2, 12]
+    mask = torch.arange(21).expand(1, -1) % 4 != 1 if padded else None
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = layer(x, cu_seqlens=cu_seqlens, attention_mask=mask)
     masks = [None] * len(lengths) if mask is None else mask.split(lengths, dim=1)
@@ -253,7 +266,7 @@ def test_state_that_is_given_is_not_modified(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("option", ["all", "nothing", "p1"])
+@pytest.mark.parametrize("option", ["all", "nothing", "p1", "input gate", "input gate, no exact_window"])
 def test_in_place(option):
     layer, x = make(**OPTIONS[option]), tokens()
     y, state = in_pieces(layer, x[:, :6], [6])
@@ -263,7 +276,7 @@ def test_in_place(option):
     assert {name: tensor.data_ptr() for name, tensor in state.tensors().items()} == addresses
 
 
-@pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1"])
+@pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1", "input gate", "input gate, no exact_window"])
 @torch.no_grad()
 def test_in_place_with_buffered_tokens(option):
     """Calls of several tokens may come between steps in place, with tokens left in the buffer."""
@@ -342,7 +355,7 @@ def test_sizes_of_states():
 # ---- as a module
 
 
-@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
+@by_graph
 def test_compiles_into_one_graph(options, fresh_dynamo):
     layer, x = make(**options), tokens().requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -367,7 +380,7 @@ def test_compiled_code_computes_the_angles_once(fresh_dynamo):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
+@by_graph
 def test_compiles_with_a_state(options, fresh_dynamo):
     layer, x = make(**options), tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -400,9 +413,10 @@ def test_dtypes(options, dtype):
     assert y.dtype == dtype and relative(y.double(), exact) < limit and relative(layer(x).double(), exact) < limit
 
 
-def test_copies_of_the_layer():
-    layer, x = make(num_kv_heads=2, **FASTMAX), tokens()
-    other = FastmaxSelfAttention(C, 4, num_kv_heads=2, dtype=torch.float64, **FASTMAX)
+@pytest.mark.parametrize("options", [FASTMAX, GATED], ids=["fastmax", "input gate"])
+def test_copies_of_the_layer(options):
+    layer, x = make(num_kv_heads=2, **options), tokens()
+    other = FastmaxSelfAttention(C, 4, num_kv_heads=2, dtype=torch.float64, **options)
     other.load_state_dict(layer.state_dict())
     for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert all(map(torch.equal, twin.state_dict().values(), layer.state_dict().values()))
@@ -486,7 +500,8 @@ def test_kernels(options, dtype):
         expected = gradients(expected, x_exact, exact)
         of_layer = gradients(y, x, layer)
         if dtype == torch.bfloat16:
-            del of_layer["decay_proj.bias"]  # a sum over tokens that cancels
+            for name in ("decay_proj.bias", "input_gate_proj.bias"):  # sums over tokens that cancel
+                of_layer.pop(name, None)
         for name, gradient in of_layer.items():
             assert relative(gradient.cpu().double(), expected[name]) < limit, name
     y, _ = in_pieces(layer, x, [70, 1, 79])
@@ -494,10 +509,11 @@ def test_kernels(options, dtype):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("options", [FASTMAX, GATED], ids=["fastmax", "input gate"])
 @pytest.mark.parametrize("flush_interval", [1, 3])
 @torch.no_grad()
-def test_a_replayed_graph_advances_the_state(flush_interval):
-    layer = make(torch.float32, **FASTMAX).cuda()
+def test_a_replayed_graph_advances_the_state(flush_interval, options):
+    layer = make(torch.float32, **options).cuda()
     x = tokens(dtype=torch.float32).cuda()
     state, token = layer.init_state(2, flush_interval=flush_interval), x[:, :1].clone()
     graph, y = capture(lambda: layer.step_(token, state), warm_up=lambda: layer.step_(token, state.clone()))
@@ -528,6 +544,7 @@ def test_a_replayed_graph_advances_the_state(flush_interval):
         ({"rope_dim": 2, "rope": False}, ValueError, "rope_dim needs rope=True, got 2 with rope=False"),
         ({"attention": "linear"}, ValueError, 'attention must be "fastmax" or "softmax"'),
         ({"decay": 1}, TypeError, "decay must be a bool"),
+        ({"input_gate": 1}, TypeError, "input_gate must be a bool"),
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
         ({"longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens"),
         ({"norm_eps": -1e-6}, ValueError, "norm_eps must be > 0"),
@@ -548,6 +565,7 @@ def test_a_replayed_graph_advances_the_state(flush_interval):
         (SOFTMAX | {"algorithm": "linear"}, ValueError, "algorithm has no effect"),
         (SOFTMAX | {"normalize": False}, ValueError, "normalize has no effect"),
         (SOFTMAX | {"window": 0}, ValueError, "window must be at least 1"),
+        (SOFTMAX | {"input_gate": True}, ValueError, 'input_gate needs attention="fastmax", got True .* with "softmax"'),
     ],
 )
 def test_options_that_are_refused(options, error, message):

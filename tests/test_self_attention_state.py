@@ -10,7 +10,7 @@ from itertools import accumulate
 import pytest
 import torch
 from common import in_turn, relative
-from test_self_attention import FASTMAX, SOFTMAX, C, gradients, make
+from test_self_attention import FASTMAX, GATED, SOFTMAX, C, gradients, make
 from torch.utils import _pytree as pytree
 
 import fastmax
@@ -24,6 +24,8 @@ LAYERS = {
     "no window": {"exact_window": 0},
     "no decay": FASTMAX | {"decay": False},
     "no conv": FASTMAX | {"conv": 0},
+    "input gate": GATED | {"num_kv_heads": 2},
+    "input gate, no window": {"exact_window": 0, "input_gate": True},
     "softmax": SOFTMAX | {"num_kv_heads": 2},
     "softmax, no decay, no conv": SOFTMAX | {"decay": False, "conv": 0},
     "softmax, window": SOFTMAX | {"window": 4},

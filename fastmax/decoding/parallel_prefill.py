@@ -80,12 +80,14 @@ def prefill_real_first(
     *,
     log_decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Computes `prefill` of tokens that are already in the order of `RealFirst`."""
-    q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, None, cu_seqlens)
+    q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, log_input_gate, cu_seqlens)
     if q.shape[2] == 0:
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
-    return _continued(q, Tokens(k, v, order.mask, log_decay, None).without_masked_decays(), state, cu_seqlens, order.count)
+    tokens = Tokens.of(k, v, order.mask, log_decay, log_input_gate).without_masked_decays()
+    return _continued(q, tokens, state, cu_seqlens, order.count)
 
 
 def _continued(

@@ -16,7 +16,7 @@ from fastmax.decoding import DecodeState
 from fastmax.decoding.parallel_prefill import prefill_real_first
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import key_value_cache
-from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
+from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of, log_input_gate_of
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_state import SelfAttentionState
@@ -28,12 +28,13 @@ from fastmax.prepare.sharded_dispatch import ParallelContext
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
-_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
+_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "input_gate_proj", "conv", "q_norm", "k_norm", "output_norm")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim")
 _MADE_BY = {  # arguments of the constructor that are not attributes, and the attributes that they determine
     "qk_norm": "q_norm and k_norm (None: off)",
     "rope": "rope_dim (0: off)",
     "decay": "decay_proj (None: off)",
+    "input_gate": "input_gate_proj (None: off)",
     "output_gate": "gate_proj (None: off)",
     "bias": "the biases of qkv_proj, gate_proj and out_proj",
     "norm_eps": "the eps of q_norm, k_norm and output_norm",
@@ -72,6 +73,10 @@ class FastmaxSelfAttention(nn.Module):
         o = fastmax_attention(q, k, v, causal=True, log_decay=log_decay, exact_window=128, temperature=sqrt(head_dim))
         y = (rms_norm(o) * silu(x @ W_gate)) @ W_out
 
+    With `input_gate=True`, `fastmax_attention` also takes
+
+        log_input_gate = 8 tanh((x @ W_input + b_input) / 8)
+
     For a new model, set `longest_half_life` to the context length and keep the other defaults. Every other option switches a
     part off or tunes it; docs/parameters.md has measurements.
 
@@ -97,6 +102,9 @@ class FastmaxSelfAttention(nn.Module):
         longest_half_life: half-life of the slowest head at initialisation, in tokens: the weight of a key halves after so many
             tokens. At least 4. The half-lives of the heads are spaced geometrically from 4 to this value. Set it to the
             context length.
+        input_gate: learn an input gate for each key/value head, an addition of this library. The weight of a key beyond the
+            exact window is multiplied by `exp(log_input_gate)` of its token, between exp(-8) and exp(8), and 1 at first. Only
+            with `attention="fastmax"`.
         exact_window: number of most recent keys, the token's own included, that are weighted by exp(s) as in softmax; the
             polynomial weights the keys before them. None: 128. 0: the polynomial weights all keys. A wider window learns more
             and costs more. With softmax attention only None and 0 are accepted.
@@ -115,7 +123,8 @@ class FastmaxSelfAttention(nn.Module):
         a0, a1, a2: coefficients of the polynomial `a0 + a1 s + a2 s^2`. The default is the Taylor expansion of exp.
         use_custom_gradient: True for the analytic backward of attention and of the parts around it, False for autograd of
             PyTorch operations. Both give the same gradients; autograd also supports second derivatives and forward mode.
-        bias: add biases to the projections of q, k and v, of the output gate and of the output. The decay gate always has one.
+        bias: add biases to the projections of q, k and v, of the output gate and of the output. Decay and input gates always
+            have one.
         norm_eps: added to the mean squares in RMS norms.
         device, dtype: of the weights.
 
@@ -123,7 +132,8 @@ class FastmaxSelfAttention(nn.Module):
         TypeError, ValueError: an argument is invalid, or has no effect with the other arguments. The message names the
             argument, its value and the accepted values.
 
-    The modules `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None if switched off.
+    The modules `q_norm`, `k_norm`, `decay_proj`, `input_gate_proj`, `output_norm`, `conv` and `gate_proj` are None if switched
+    off.
 
     These options are also attributes: `exact_window`, `p`, `temperature`, `normalize`, `algorithm`, `a0`, `a1`, `a2`, `window`,
     `rope_dim`, `rope_base` and `use_custom_gradient`. A new value is checked as in the constructor, takes effect in the next
@@ -149,6 +159,7 @@ class FastmaxSelfAttention(nn.Module):
         rope_base: float = 10000.0,
         decay: bool = True,
         longest_half_life: float = 1024.0,
+        input_gate: bool = False,
         exact_window: int | None = None,
         window: int | None = None,
         output_norm: bool = True,
@@ -184,7 +195,8 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         _check_attention(attention)
         switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
-        for name, switch in (switches | {"use_custom_gradient": use_custom_gradient, "bias": bias}).items():
+        switches |= {"input_gate": input_gate, "use_custom_gradient": use_custom_gradient, "bias": bias}
+        for name, switch in switches.items():
             validation.check_bool(name, switch)
         validation.check_positive("rope_base", rope_base)
         _check_half_life(longest_half_life)
@@ -209,6 +221,8 @@ class FastmaxSelfAttention(nn.Module):
         }
         if attention == "softmax":
             _refuse_options_of_fastmax(**of_fastmax)
+            if input_gate:
+                _refuse_input_gate("input_gate", input_gate)
             if window is not None:
                 validation.check_count("window", window)
             self.options = {}
@@ -225,6 +239,7 @@ class FastmaxSelfAttention(nn.Module):
         self.out_proj = nn.Linear(output_channels, embed_dim, bias, **made)
         self.gate_proj = nn.Linear(embed_dim, output_channels, bias, **made) if output_gate else None
         self.decay_proj = nn.Linear(embed_dim, num_kv_heads, **made) if decay else None
+        self.input_gate_proj = _undrawn_linear(embed_dim, num_kv_heads, self.qkv_proj.weight) if input_gate else None
         self.conv = ShortConvolution(channels, conv, **made) if conv > 1 else None
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
         self.output_norm = nn.RMSNorm(value_dim, norm_eps, **made) if output_norm else None
@@ -254,6 +269,8 @@ class FastmaxSelfAttention(nn.Module):
             raise TypeError(f"context must be None or a fastmax.distributed.Context, got {validation.describe(value)}")
         if name in _PARTS and value is not None and not isinstance(value, nn.Module):
             raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
+        if name == "input_gate_proj" and value is not None and self.attention == "softmax":
+            _refuse_input_gate(name, value)
         if name == "window" and value is not None:
             if self.attention != "softmax":
                 _refuse_window(value)
@@ -264,6 +281,9 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError('attention must stay "softmax" in a softmax layer, got "fastmax": use fastmax.convert.swap')
             if value == "fastmax" and self.window is not None:
                 raise ValueError(f'window must be None before attention is set to "fastmax", got {self.window}')
+            if value == "softmax" and self.input_gate_proj is not None:
+                got = validation.describe(self.input_gate_proj)
+                raise ValueError(f'input_gate_proj must be None before attention is set to "softmax", got {got}')
         if name == "rope_dim":
             validation.check_count("rope_dim", value, least=0)
             if value > 0:
@@ -281,7 +301,7 @@ class FastmaxSelfAttention(nn.Module):
         Projections are drawn from a normal distribution of standard deviation 0.02, as in GPT-2, and their biases are 0. The
         convolution is the identity. The scales of norms are 1. The weights of the decay gate are 0, so decays do not depend on
         x at first. Its biases give half-lives spaced geometrically from 4 tokens to `longest_half_life`, one per key/value
-        head; a single head has `longest_half_life`.
+        head; a single head has `longest_half_life`. The weights and biases of the input gate are 0: it multiplies by 1.
         """
         for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
             if proj is not None:
@@ -295,6 +315,9 @@ class FastmaxSelfAttention(nn.Module):
             nn.init.zeros_(self.decay_proj.weight)
             with torch.no_grad():
                 self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
+        if self.input_gate_proj is not None:
+            nn.init.zeros_(self.input_gate_proj.weight)
+            nn.init.zeros_(self.input_gate_proj.bias)
 
     def init_state(
         self,
@@ -330,6 +353,8 @@ class FastmaxSelfAttention(nn.Module):
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
             state = decoding.init_state(*sizes, dtype=dtype, device=device, **options)
+            if self.input_gate_proj is not None:
+                state = state.with_gates()  # a CUDA graph of `step_` cannot add them
         recent = None
         if self.conv is not None:
             recent = torch.zeros(batch, self.conv.width - 1, sum(self.widths), dtype=dtype, device=device)
@@ -391,13 +416,14 @@ class FastmaxSelfAttention(nn.Module):
         count = None if order is None else order.count
         q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
         options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        gate = self._log_input_gate(x)
         if state is None:
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "attention_mask": mask}
             if self.attention == "softmax":
                 o = flash(q, k, v, window=self.window, **options)
             else:
-                o = fastmax(q, k, v, **self.options, **options)
+                o = fastmax(q, k, v, log_input_gate=gate, **self.options, **options)
             return self._output(o, x)
         attention: DecodeState | KeyValueCache
         if isinstance(state.attention, KeyValueCache):  # softmax
@@ -407,11 +433,12 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 o, attention = key_value_cache.attend_packed(q, k, v, state.attention, packed, **options)
         elif x.shape[1] == 1 and cu_seqlens is None:
-            o, attention = decoding.step(q, k, v, state.attention, log_decay=log_decay, attention_mask=mask)
+            token = {"log_decay": log_decay, "log_input_gate": gate, "attention_mask": mask}
+            o, attention = decoding.step(q, k, v, state.attention, **token)
         elif order is None:
-            o, attention = decoding.prefill(q, k, v, state.attention, **options)
+            o, attention = decoding.prefill(q, k, v, state.attention, log_input_gate=gate, **options)
         else:
-            o, attention = prefill_real_first(q, k, v, state.attention, order, **options)
+            o, attention = prefill_real_first(q, k, v, state.attention, order, log_input_gate=gate, **options)
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
@@ -451,7 +478,8 @@ class FastmaxSelfAttention(nn.Module):
             x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
         assert isinstance(state.attention, DecodeState)  # checked above
-        o = decoding.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
+        token = {"log_decay": log_decay, "log_input_gate": self._log_input_gate(x), "attention_mask": attention_mask}
+        o = decoding.step_(q, k, v, state.attention, **token)
         if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
@@ -572,6 +600,12 @@ class FastmaxSelfAttention(nn.Module):
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
         return log_decay.transpose(1, 2)
 
+    def _log_input_gate(self, x: Tensor) -> Tensor | None:
+        """Returns log_input_gate (b, hk, n). Masked tokens need none, since no query weighs their keys."""
+        if self.input_gate_proj is None:
+            return None
+        return log_input_gate_of(x, self.input_gate_proj.weight, self.input_gate_proj.bias).transpose(1, 2)
+
     def _output(self, o: Tensor, x: Tensor, state: SelfAttentionState | None = None) -> Tensor:
         gate = None if self.gate_proj is None else self.gate_proj(x)
         norm, weight = self.output_norm, _weight_of(self.output_norm, o)
@@ -597,6 +631,11 @@ class FastmaxSelfAttention(nn.Module):
     ) -> None:
         if context is not None and state is not None:
             _refuse_state()
+        if context is not None and self.input_gate_proj is not None:
+            got = validation.describe(self.input_gate_proj)
+            raise ValueError(
+                f"input_gate_proj must be None in a context parallel layer, whose ranks do not send log_input_gate, got {got}"
+            )
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
@@ -660,6 +699,16 @@ class FastmaxSelfAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
+def _undrawn_linear(channels: int, heads: int, like: Tensor) -> nn.Linear:
+    """Returns a linear map with uninitialised weights, of the dtype and on the device of `like`.
+
+    It draws no random numbers, so a layer of a given seed has the other weights that it has without this map.
+    """
+    linear = nn.Linear(channels, heads, device="meta", dtype=like.dtype)
+    linear.weight, linear.bias = (nn.Parameter(like.new_empty(x.shape)) for x in (linear.weight, linear.bias))
+    return linear
+
+
 def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
     """Returns x with zeros at padding. A NaN there, times a gradient of 0, would make the gradients of the weights NaN."""
     return torch.where(mask.unsqueeze(-1), x, 0)
@@ -679,6 +728,10 @@ def _check_half_life(longest: Any) -> None:
 
 def _refuse_state() -> NoReturn:
     raise ValueError("state must be None in a context parallel layer, which does not support generation")
+
+
+def _refuse_input_gate(name: str, value: object) -> NoReturn:
+    raise ValueError(f'{name} needs attention="fastmax", got {validation.describe(value)} with "softmax"')
 
 
 def _refuse_window(window: object) -> NoReturn:
