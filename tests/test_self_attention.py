@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import FastmaxSelfAttention
+from fastmax.nn import kept_keys
 
-C, N = 24, 13
+C, N, BLOCK = 24, 13, 3
 FASTMAX = {"exact_window": 4}
 SOFTMAX = {"attention": "softmax"}
 GATED = FASTMAX | {"input_gate": True}
+KEPT = GATED | {"kept_keys": 2}
 OFF = {"qk_norm": False, "rope": False, "decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 OPTIONS = {
     "all": FASTMAX,
@@ -42,6 +45,11 @@ OPTIONS = {
     "input gate alone": GATED | OFF,
     "input gate, linear": GATED | {"algorithm": "linear", "p": 1},
     "input gate, autograd": GATED | {"use_custom_gradient": False},
+    "kept keys": KEPT | {"num_kv_heads": 2},
+    "kept keys alone": KEPT | OFF,
+    "kept keys, token": KEPT | {"kept_keys": 3, "normalize": "token", "p": 1},
+    "kept keys, autograd": KEPT | {"use_custom_gradient": False, "value_dim": 11},
+    "all keys are kept": KEPT | {"kept_keys": 30, "exact_window": 1},
     "softmax": SOFTMAX,
     "softmax, nothing": SOFTMAX | OFF,
     "softmax, wide values": SOFTMAX | {"value_dim": 11, "num_kv_heads": 2},
@@ -49,11 +57,19 @@ OPTIONS = {
 }
 by_option = pytest.mark.parametrize("option", OPTIONS)
 by_attention = pytest.mark.parametrize(
-    "options", [FASTMAX, GATED, SOFTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "input gate", "softmax", "window"]
+    "options",
+    [FASTMAX, GATED, KEPT, SOFTMAX, SOFTMAX | {"window": 4}],
+    ids=["fastmax", "input gate", "kept keys", "softmax", "window"],
 )
 by_graph = pytest.mark.parametrize(
-    "options", [FASTMAX, GATED, SOFTMAX | {"window": 4}], ids=["fastmax", "input gate", "window"]
+    "options", [FASTMAX, GATED, KEPT, SOFTMAX | {"window": 4}], ids=["fastmax", "input gate", "kept keys", "window"]
 )
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that a few tokens are in several blocks of queries that share kept keys."""
+    monkeypatch.setattr(kept_keys, "_BLOCK", BLOCK)
 
 
 def make(dtype=torch.float64, **options) -> FastmaxSelfAttention:
@@ -87,6 +103,16 @@ def each_alone(layer, x, mask):
     for i, real in enumerate(mask):
         y[i, real] = written_out(layer, x[i : i + 1, real])[0]
     return y
+
+
+def kept(gate, count, window):
+    """Returns which of n keys are kept for each query by gates (b, h, n), bool (b, h, n, n). Of equal ones the later is."""
+    b, h, n = gate.shape
+    is_kept = torch.zeros(b, h, n, n, dtype=torch.bool)
+    for i, j, query in product(range(b), range(h), range(n)):
+        far = range(max(0, query // BLOCK * BLOCK - window + 1))
+        is_kept[i, j, query, sorted(far, key=lambda key: (-gate[i, j, key].item(), -key))[:count]] = True
+    return is_kept
 
 
 def written_out(layer, x):
@@ -123,6 +149,8 @@ def written_out(layer, x):
         gate = (8 * torch.tanh(layer.input_gate_proj(x) / 8)).exp()  # (b, n, hk)
         gate = gate.mT.repeat_interleave(h // hk, dim=1).unsqueeze(-2)
         weights = weights * torch.where(distance < layer.options["exact_window"], 1.0, gate)
+        is_kept = kept(gate.squeeze(-2).detach(), layer.kept_keys, layer.options["exact_window"])
+        weights = weights + torch.where(is_kept, s.exp() * gate, 0.0)
     weights = weights * seen
     o = (weights @ v) / weights.sum(-1, keepdim=True)
     o = rms(o.transpose(1, 2), layer.output_norm).flatten(2)
