@@ -3,10 +3,12 @@
 `test_self_attention` and `test_self_attention_state` compare the layer with its definition on every path.
 """
 
+import copy
 from itertools import chain
 
 import pytest
 import torch
+from common import relative
 from test_self_attention import BLOCK, GATED, OFF, C, gradients, in_pieces, kept, make, small_blocks, tokens, written_out  # noqa: F401
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -374,6 +376,35 @@ def test_compiles_with_many_blocks(fresh_dynamo):
     close(y, expected)
     for actual, gradient in zip(gradients(y, x, layer).values(), gradients(expected, x, layer).values(), strict=True):
         close(actual, gradient, 1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_of_256_against_float64(dtype, device, monkeypatch):
+    """Whole, packed and in parts, with kernels on a GPU. Gates are the same in each dtype, so the choice is."""
+    monkeypatch.setattr(kept_keys, "_BLOCK", 256)
+    options = {"num_kv_heads": 2, "head_dim": 64, "input_gate": True, "kept_keys": 100}
+    layer = FastmaxSelfAttention(64, HEADS, device=device, dtype=dtype, **options)
+    x, of_y = (torch.randn(1, 900, 64, device=device, dtype=dtype) for _ in range(2))
+    with torch.no_grad():
+        layer.input_gate_proj.weight[:, 0] = 1.0
+        x[..., 0] = torch.randint(-1, 2, x.shape[:2])
+    exact, x_exact = copy.deepcopy(layer).cpu().double(), x.cpu().double().requires_grad_()
+    limit = 0.08 if dtype == torch.bfloat16 else 0.01
+    x.requires_grad_()
+    for ends in ([0, 900], [0, 300, 301, 900]):
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32) if len(ends) > 2 else None
+        y = layer(x, cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(device))
+        expected = exact(x_exact, cu_seqlens=cu_seqlens)
+        assert relative(y.cpu(), expected) < limit
+        weights = [[z.qkv_proj.weight, z.out_proj.weight, z.input_gate_proj.weight] for z in (layer, exact)]
+        actual = torch.autograd.grad(y, [x, *weights[0]], of_y)
+        expected = torch.autograd.grad(expected, [x_exact, *weights[1]], of_y.cpu().double())
+        for gradient, of_exact in zip(actual, expected, strict=True):
+            assert relative(gradient.cpu(), of_exact) < limit
+    with torch.no_grad():
+        pieces, state = in_pieces(layer, x[:, :800], [500, 1, 299])
+        steps = [layer.step_(x[:, i : i + 1], state) for i in range(800, 900)]
+        assert relative(torch.cat([pieces, *steps], dim=1).cpu(), exact(x_exact)) < limit
 
 
 # ---- refusals

@@ -537,10 +537,13 @@ def test_kernels(options, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("options", [FASTMAX, GATED], ids=["fastmax", "input gate"])
-@pytest.mark.parametrize("flush_interval", [1, 3])
+@pytest.mark.parametrize(
+    "options, flush_interval",
+    [(FASTMAX, 1), (FASTMAX, 3), (GATED, 1), (GATED, 3), (KEPT, 1)],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, dict) else str(x),
+)
 @torch.no_grad()
-def test_a_replayed_graph_advances_the_state(flush_interval, options):
+def test_a_replayed_graph_advances_the_state(options, flush_interval):
     layer = make(torch.float32, **options).cuda()
     x = tokens(dtype=torch.float32).cuda()
     state, token = layer.init_state(2, flush_interval=flush_interval), x[:, :1].clone()
