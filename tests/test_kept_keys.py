@@ -319,7 +319,7 @@ def test_gradients_of_a_key_in_many_blocks_are_summed_in_float32(dtype):
 def test_nan_reaches_no_earlier_row():
     """Masked places of the gathered keys hold any keys, later ones too."""
     q, k, v, gate = (torch.randn(2, 2, LONG, *d, dtype=torch.float64) for d in ((5,), (5,), (3,), ()))
-    options, results = kept_keys.KeptOptions(KEPT, WINDOW, 0.5, True), []
+    options, results = kept_keys.KeptOptions(LONG, WINDOW, 0.5, True), []
     for last in (1.0, torch.nan):
         tensors = [x.clone().requires_grad_() for x in (q, k, v, gate)]
         with torch.no_grad():

@@ -295,11 +295,10 @@ def _new_candidates(gate: Tensor, begin: Tensor, origin: Tensor, window: int) ->
     """
     (b, hk, m), blocks = gate.shape, begin.shape[1]
     place = begin.unsqueeze(-1) - window - torch.arange(_BLOCK, device=gate.device)
-    index = origin.unsqueeze(-1) + place
-    there = (place >= 0) & (index < m)
-    index = index.clamp(0, m - 1).unsqueeze(1).expand(b, hk, blocks, _BLOCK)
+    index = (origin.unsqueeze(-1) + place).clamp(0, m - 1)  # blocks after the last token have no queries
+    index = index.unsqueeze(1).expand(b, hk, blocks, _BLOCK)
     rank = gate.detach().gather(2, index.flatten(2)).view_as(index)
-    return torch.where(there.unsqueeze(1), rank, -torch.inf), index
+    return torch.where((place >= 0).unsqueeze(1), rank, -torch.inf), index
 
 
 def _largest(rank: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:

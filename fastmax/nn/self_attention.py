@@ -524,7 +524,9 @@ class FastmaxSelfAttention(nn.Module):
         """Returns the output of attention of whole sequences, o with log-sum-exp lse, with their kept keys included."""
         q, k, v = cast_for_autocast(q, k, v)
         with ops.without_autocast(q):
-            q, k = prepare_queries_and_keys(q, k, self.options["normalize"] or None, 1.0, None, self.use_custom_gradient)
+            q, k = prepare_queries_and_keys(
+                q, k, self.options["normalize"] or None, validation.DEFAULT_LIM, None, self.use_custom_gradient
+            )
             of_kept = kept_keys.attend(q, k, v, gate, cu_seqlens, self._kept_options(self.use_custom_gradient))
             return o if of_kept is None else merge_attention(*zip((o, lse), of_kept, strict=True))[0]
 
@@ -549,7 +551,7 @@ class FastmaxSelfAttention(nn.Module):
         with ops.without_autocast(q):
             custom = self.use_custom_gradient and not eager.is_transformed()
             once = custom and (q.shape[2] > 1 or not eager.differentiating(q, k))  # single tokens have all derivatives
-            q, k = prepare_queries_and_keys(q, k, self.options["normalize"] or None, 1.0, None, once)
+            q, k = prepare_queries_and_keys(q, k, self.options["normalize"] or None, validation.DEFAULT_LIM, None, once)
             if packed is not None:
                 q, k, v, gate = packed.rows(q, k, v, gate)
                 count = packed.count
