@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fastmax import eager
 from fastmax.decoding.batch_state import BatchState
@@ -114,11 +113,6 @@ class KeptKeys(BatchState):
 
 
 _FIELDS = tuple(field.name for field in fields(KeptKeys))
-
-torch.serialization.add_safe_globals([KeptKeys])
-pytree.register_pytree_node(
-    KeptKeys, lambda state: (list(state.tensors().values()), None), lambda tensors, _: KeptKeys(*tensors)
-)
 
 
 def slots_of(kept: int, window: int) -> int:
@@ -318,8 +312,7 @@ def _largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
     blocks, count = rank.shape[2:]
     reach = 1  # each block has the candidates of so many blocks, its own the last
     while reach < blocks:
-        before = (F.pad(x[:, :, :-reach], (0, 0, reach, 0)) for x in (rank, index))
-        rank_before, index_before = before
+        rank_before, index_before = (F.pad(x[:, :, :-reach], (0, 0, reach, 0)) for x in (rank, index))
         rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
         rank, index = _largest(torch.cat([rank, rank_before], dim=-1), torch.cat([index, index_before], dim=-1), count)
         reach *= 2

@@ -76,13 +76,16 @@ class SelfAttentionState(BatchState):
         return SelfAttentionState(self.attention.to(dtype=dtype, **moved), recent, self.positions.to(**moved), kept)
 
 
-torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
+torch.serialization.add_safe_globals([KeyValueCache, KeptKeys, SelfAttentionState])
 
 
 pytree.register_pytree_node(
     KeyValueCache,
     lambda cache: (list(cache.tensors().values()), cache.window),
     lambda tensors, window: KeyValueCache(tensors[0], tensors[1], tensors[2], tensors[3], window),
+)
+pytree.register_pytree_node(
+    KeptKeys, lambda state: (list(state.tensors().values()), None), lambda tensors, _: KeptKeys(*tensors)
 )
 pytree.register_pytree_node(
     SelfAttentionState,
