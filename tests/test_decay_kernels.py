@@ -147,10 +147,10 @@ def definition(problem, dtype):
     return {"o": o.detach(), "sum": total.detach().squeeze(-1)} | grads
 
 
-def check(problem, mode, least=None, bounds_alone=False, terms_of_q=0.1):
+def check(problem, mode, least=None, bounds_alone=False, terms=0.1):
     """Checks that the error is at most twice that of the plain formula, or some roundings (`least`), and that a repetition has
-    the same bits. With `bounds_alone`, decays of 0 are not passed. `terms_of_q` is the norm of the terms that cancel in the
-    gradient of q, relative to that of v."""
+    the same bits. With `bounds_alone`, decays of 0 are not passed. `terms` is the norm of what cancels in the gradients of q
+    and k, relative to that of v."""
 
     def results():
         found = run(problem.replace(log_decay=None) if bounds_alone else problem)
@@ -166,8 +166,8 @@ def check(problem, mode, least=None, bounds_alone=False, terms_of_q=0.1):
         # Where a query sees little but one key, grad_o . v and grad_o . o cancel but for a rounding of them. With gates
         # more queries see little but one key.
         of_decays = 1e-2 if "gate" in exact else 1e-3
-        terms = {"q": terms_of_q, "k": 0.1, "log_decay": of_decays, "gate": 0.1}.get(name, 0.0) * exact["v"].norm()
-        size = max(y.norm(), terms)
+        cancels = {"q": terms, "k": terms, "log_decay": of_decays, "gate": 0.1}.get(name, 0.0) * exact["v"].norm()
+        size = max(y.norm(), cancels)
         times = 4 if name in OF_KEYS else 2  # differences of two sums of pairs
         of_plain = ((z - y).norm() / size).nan_to_num(nan=0.0, posinf=0.0)  # largest gates overflow in fp16
         allowed = max(times * of_plain + flash.FLOOR, times * rounding) if least is None else least
