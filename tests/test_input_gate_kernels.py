@@ -4,7 +4,16 @@ gates. Kernels have an instance for decays and gates together, so each case is r
 import pytest
 import torch
 from common import make_decay, relative
-from test_decay_kernels import by_algorithm, by_head_dim, check, of_fastmax, of_softmax, run
+from test_decay_kernels import (
+    by_algorithm,
+    by_head_dim,
+    check,
+    check_gradients_of_qkv_alone,
+    of_fastmax,
+    of_softmax,
+    rounding_of,
+    run,
+)
 from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
 from test_packed_kernels import bounds
 
@@ -126,20 +135,11 @@ def test_float32_keeps_its_digits(decay, algorithm, monkeypatch):
 @by_head_dim
 @by_decay
 def test_gradients_without_those_of_decays_and_gates(decay, d, algorithm, mode, precision):  # noqa: F811
-    """Kernels then leave out the sums of pairs, which changes no product."""
     problems = [of_fastmax(mode, algorithm, 600, d=d, p=p, decay=decay, gate="ordinary") for p in (1, 2)]
     if algorithm == "quadratic":
         problems.append(of_softmax(mode, 600, d=d, decay=decay, gate="ordinary"))
     for problem in problems:
-        names = ("forward", "backward", "backward_qkv")
-        forward, backward, backward_qkv = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in names)
-        q, k, v, *rest = problem.arguments.values()
-        given = (*problem.grads, q, k, v, *forward(q, k, v, *rest), *rest)
-        verify.poison_free_memory(DEVICE)
-        actual = backward_qkv(*given)
-        rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(q.dtype).removeprefix("torch.")]
-        for name, x, expected in zip("qkv", actual, backward(*given), strict=False):
-            assert relative(x, expected.double()) < rounding, name
+        check_gradients_of_qkv_alone(problem, mode)
 
 
 @by_mode
@@ -160,9 +160,8 @@ def test_strides_of_gates(algorithm, mode):
 def test_gates_of_zero_are_none(algorithm, mode, precision):  # noqa: F811
     for problem in (of_fastmax(mode, algorithm, 300), of_softmax(mode, 300)):
         without, given = run(problem), run(problem.replace(gate=torch.zeros(2, 2, 300, device=DEVICE)))
-        rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
         for name, x in without.items():
-            assert relative(given[name], x.double()) <= 4 * rounding, name
+            assert relative(given[name], x.double()) <= 4 * rounding_of(problem, mode), name
 
 
 @by_mode
