@@ -442,7 +442,8 @@ def ranks_alone(results: Results) -> Lines:
 
 def distributed_memory(results: Results) -> str:
     """Peak memory of forward + backward."""
-    one, two = results.medians("distributed", "provider", mode="memory")[["1 GPUs", "2 GPUs"]] / 1024
+    one = results.median("ranks_alone", provider="one GPU", mode="memory") / 1024
+    two = results.median("distributed", provider="2 GPUs", mode="memory") / 1024
     return f"{one:.1f} GiB on one, {two:.1f} GiB a GPU on two"
 
 

@@ -58,6 +58,7 @@ SPILL_EXCEPTIONS = {
     "none on sm_90",
     r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true, false>": "decays beside what fills the "
     "registers; bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
+    r"sm_120 .*linear_grad_kernel<fastmax::Tf32, 64, true, false>": "likewise, 32 bytes; none elsewhere",
     r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
     "to five words beside what fills the registers, read once per block",
     r"linear_read_sm90_kernel<128, false, .*DecayKind\)2, false, false>": "a word once per 256 rows",

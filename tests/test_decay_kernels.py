@@ -147,10 +147,14 @@ def definition(problem, dtype):
     return {"o": o.detach(), "sum": total.detach().squeeze(-1)} | grads
 
 
-def check(problem, mode, least=None, bounds_alone=False, terms_of_q=0.1):
+def rounding_of(problem, mode):
+    return verify.ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
+
+
+def check(problem, mode, least=None, bounds_alone=False, terms=0.1):
     """Checks that the error is at most twice that of the plain formula, or some roundings (`least`), and that a repetition has
-    the same bits. With `bounds_alone`, decays of 0 are not passed. `terms_of_q` is the norm of the terms that cancel in the
-    gradient of q, relative to that of v."""
+    the same bits. With `bounds_alone`, decays of 0 are not passed. `terms` is the norm of what cancels in the gradients of q
+    and k, relative to that of v."""
 
     def results():
         found = run(problem.replace(log_decay=None) if bounds_alone else problem)
@@ -158,7 +162,7 @@ def check(problem, mode, least=None, bounds_alone=False, terms_of_q=0.1):
 
     actual = results()
     exact, plain = (definition(problem, dtype) for dtype in (torch.float64, problem.arguments["q"].dtype))
-    rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
+    rounding = rounding_of(problem, mode)
     for name, x in actual.items():
         seen = exact[name].isfinite()  # a log-sum-exp of no keys is -inf
         assert torch.equal(x.isfinite(), seen), name
@@ -166,14 +170,27 @@ def check(problem, mode, least=None, bounds_alone=False, terms_of_q=0.1):
         # Where a query sees little but one key, grad_o . v and grad_o . o cancel but for a rounding of them. With gates
         # more queries see little but one key.
         of_decays = 1e-2 if "gate" in exact else 1e-3
-        terms = {"q": terms_of_q, "k": 0.1, "log_decay": of_decays, "gate": 0.1}.get(name, 0.0) * exact["v"].norm()
-        size = max(y.norm(), terms)
+        cancels = {"q": terms, "k": terms, "log_decay": of_decays, "gate": 0.1}.get(name, 0.0) * exact["v"].norm()
+        size = max(y.norm(), cancels)
         times = 4 if name in OF_KEYS else 2  # differences of two sums of pairs
         of_plain = ((z - y).norm() / size).nan_to_num(nan=0.0, posinf=0.0)  # largest gates overflow in fp16
         allowed = max(times * of_plain + flash.FLOOR, times * rounding) if least is None else least
         assert (x - y).norm() / size <= allowed, name
     again = results()
     assert all(torch.equal(actual[name], again[name]) for name in actual)
+
+
+def check_gradients_of_qkv_alone(problem, mode):
+    """Checks the backward without gradients of decays and gates. Kernels then leave out the sums of pairs, which changes no
+    product."""
+    names = ("forward", "backward", "backward_qkv")
+    forward, backward, backward_qkv = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in names)
+    q, k, v, *rest = problem.arguments.values()
+    given = (*problem.grads, q, k, v, *forward(q, k, v, *rest), *rest)
+    verify.poison_free_memory(DEVICE)
+    actual = backward_qkv(*given)
+    for name, x, expected in zip("qkv", actual, backward(*given), strict=False):
+        assert relative(x, expected.double()) < rounding_of(problem, mode), name
 
 
 @by_mode
@@ -241,21 +258,12 @@ def test_many_chunks_and_segments_of_the_linear_algorithm(mode, precision):  # n
 @by_algorithm
 @by_head_dim
 def test_gradients_without_that_of_the_decay(d, algorithm, mode, precision):  # noqa: F811
-    """Kernels then leave out the sums of pairs, which changes no product."""
     decay = "none, ordinary or strong"
     problems = [of_fastmax(mode, algorithm, 600, d=d, p=p, decay=decay) for p in (1, 2)]
     if algorithm == "quadratic":
         problems.append(of_softmax(mode, 600, d=d, decay=decay))
     for problem in problems:
-        names = ("forward", "backward", "backward_qkv")
-        forward, backward, backward_qkv = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in names)
-        q, k, v, *rest = problem.arguments.values()
-        given = (*problem.grads, q, k, v, *forward(q, k, v, *rest), *rest)
-        verify.poison_free_memory(DEVICE)
-        actual = backward_qkv(*given)
-        rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(q.dtype).removeprefix("torch.")]
-        for name, x, expected in zip("qkv", actual, backward(*given), strict=False):
-            assert relative(x, expected.double()) < rounding, name
+        check_gradients_of_qkv_alone(problem, mode)
 
 
 @by_mode

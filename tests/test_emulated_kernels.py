@@ -605,6 +605,16 @@ NAN_CASES = [
 ]
 
 
+def check_rows_of_nan(library, call):
+    """Checks that some results are NaN, as in the exact ones, and that the others are right."""
+    results = call.run(library, 1)
+    for name, x in results.items():
+        is_nan = call.exact[name].isnan()
+        assert 0 < is_nan.sum() < is_nan.numel() and torch.equal(x.isnan(), is_nan), name
+        results[name], call.exact[name] = x.nan_to_num(nan=0.0), call.exact[name].nan_to_num(nan=0.0)
+    assert wrong(results, call.exact) == {}
+
+
 @pytest.mark.parametrize("case", NAN_CASES, ids=str)
 def test_decays_of_nan(library, case):
     """Rows that see a key before a NaN decay are NaN, and no others."""
@@ -615,12 +625,7 @@ def test_decays_of_nan(library, case):
     if case.padding:  # the last two NaN alone are behind a key
         call.options["attention_mask"][:, : case.m - 200] = False
     call.exact = call._in_float64()
-    results = call.run(library, 1)
-    for name, x in results.items():
-        is_nan = call.exact[name].isnan()
-        assert 0 < is_nan.sum() < is_nan.numel() and torch.equal(x.isnan(), is_nan), name
-        results[name], call.exact[name] = x.nan_to_num(nan=0.0), call.exact[name].nan_to_num(nan=0.0)
-    assert wrong(results, call.exact) == {}
+    check_rows_of_nan(library, call)
 
 
 NAN_GATE_CASES = [
@@ -641,12 +646,7 @@ def test_gates_of_nan(library, case):
     if case.padding:
         call.options["attention_mask"][:, 120] = False
     call.exact = call._by_definition()
-    results = call.run(library, 1)
-    for name, x in results.items():
-        is_nan = call.exact[name].isnan()
-        assert 0 < is_nan.sum() < is_nan.numel() and torch.equal(x.isnan(), is_nan), name
-        results[name], call.exact[name] = x.nan_to_num(nan=0.0), call.exact[name].nan_to_num(nan=0.0)
-    assert wrong(results, call.exact) == {}
+    check_rows_of_nan(library, call)
 
 
 @pytest.mark.parametrize("case", [

@@ -4,7 +4,16 @@ gates. Kernels have an instance for decays and gates together, so each case is r
 import pytest
 import torch
 from common import make_decay, relative
-from test_decay_kernels import by_algorithm, by_head_dim, check, of_fastmax, of_softmax, run
+from test_decay_kernels import (
+    by_algorithm,
+    by_head_dim,
+    check,
+    check_gradients_of_qkv_alone,
+    of_fastmax,
+    of_softmax,
+    rounding_of,
+    run,
+)
 from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
 from test_packed_kernels import bounds
 
@@ -17,6 +26,8 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
 ]
 
+# Terms of `check` where most queries see little but one key: grad_o . v and grad_o . o cancel but for a rounding of v.
+ONE_KEY = 1.0
 by_decay = pytest.mark.parametrize("decay", [None, "ordinary"])
 
 
@@ -54,8 +65,8 @@ def test_sizes(decay, algorithm, mode, precision):  # noqa: F811
 @pytest.mark.parametrize("decay", [None, "a millionth", "strong", "none, ordinary or strong", "behind a million"])
 def test_decays(decay, algorithm, mode, precision):  # noqa: F811
     for d in (64, 128):
-        terms = 1.0 if decay == "strong" else 0.1  # each query sees little but its own key
-        check(of_fastmax(mode, algorithm, 500, decay=decay, gate="ordinary", d=d), mode, terms_of_q=terms)
+        terms = ONE_KEY if decay == "strong" else 0.1
+        check(of_fastmax(mode, algorithm, 500, decay=decay, gate="ordinary", d=d), mode, terms=terms)
         check(of_softmax(mode, 500, decay=decay, gate="ordinary", d=d), mode)
 
 
@@ -65,7 +76,7 @@ def test_decays(decay, algorithm, mode, precision):  # noqa: F811
 def test_gates_far_apart(decay, algorithm, mode, precision):  # noqa: F811
     """The largest gates outweigh all others, and rows of the smallest alone still have outputs."""
     for d in (64, 128):
-        check(of_fastmax(mode, algorithm, 500, decay=decay, gate="far apart", d=d), mode)
+        check(of_fastmax(mode, algorithm, 500, decay=decay, gate="far apart", d=d), mode, terms=ONE_KEY)
         check(of_softmax(mode, 500, decay=decay, gate="far apart", d=d), mode)
 
 
@@ -124,20 +135,11 @@ def test_float32_keeps_its_digits(decay, algorithm, monkeypatch):
 @by_head_dim
 @by_decay
 def test_gradients_without_those_of_decays_and_gates(decay, d, algorithm, mode, precision):  # noqa: F811
-    """Kernels then leave out the sums of pairs, which changes no product."""
     problems = [of_fastmax(mode, algorithm, 600, d=d, p=p, decay=decay, gate="ordinary") for p in (1, 2)]
     if algorithm == "quadratic":
         problems.append(of_softmax(mode, 600, d=d, decay=decay, gate="ordinary"))
     for problem in problems:
-        names = ("forward", "backward", "backward_qkv")
-        forward, backward, backward_qkv = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in names)
-        q, k, v, *rest = problem.arguments.values()
-        given = (*problem.grads, q, k, v, *forward(q, k, v, *rest), *rest)
-        verify.poison_free_memory(DEVICE)
-        actual = backward_qkv(*given)
-        rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(q.dtype).removeprefix("torch.")]
-        for name, x, expected in zip("qkv", actual, backward(*given), strict=False):
-            assert relative(x, expected.double()) < rounding, name
+        check_gradients_of_qkv_alone(problem, mode)
 
 
 @by_mode
@@ -158,9 +160,8 @@ def test_strides_of_gates(algorithm, mode):
 def test_gates_of_zero_are_none(algorithm, mode, precision):  # noqa: F811
     for problem in (of_fastmax(mode, algorithm, 300), of_softmax(mode, 300)):
         without, given = run(problem), run(problem.replace(gate=torch.zeros(2, 2, 300, device=DEVICE)))
-        rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
         for name, x in without.items():
-            assert relative(given[name], x.double()) <= 4 * rounding, name
+            assert relative(given[name], x.double()) <= 4 * rounding_of(problem, mode), name
 
 
 @by_mode
