@@ -4,12 +4,26 @@
 """
 
 import copy
+import math
 from itertools import chain
 
 import pytest
 import torch
 from common import relative
-from test_self_attention import BLOCK, GATED, OFF, C, gradients, in_pieces, kept, make, small_blocks, tokens, written_out  # noqa: F401
+from test_self_attention import (  # noqa: F401
+    BLOCK,
+    GATED,
+    OFF,
+    C,
+    gradients,
+    in_pieces,
+    kept,
+    make,
+    ranks,
+    small_blocks,
+    tokens,
+    written_out,
+)
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastmax import FastmaxSelfAttention
@@ -27,9 +41,9 @@ def close(actual, expected, limit=1e-9):
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
 
 
-def tied(**options) -> tuple[FastmaxSelfAttention, torch.Tensor]:
-    """Returns a layer and x whose gates have three values, exactly: equal ones are equal on every path."""
-    layer, x = make(**LAYER | options), tokens(2, LONG)
+def tied() -> tuple[FastmaxSelfAttention, torch.Tensor]:
+    """Returns a layer without decay, and x, whose gates have three values, exactly: equal ones are equal on every path."""
+    layer, x = make(**LAYER, decay=False), tokens(2, LONG)
     with torch.no_grad():
         layer.input_gate_proj.weight.zero_()
         layer.input_gate_proj.weight[:, 0] = torch.tensor([1.0, -2.0])
@@ -38,20 +52,16 @@ def tied(**options) -> tuple[FastmaxSelfAttention, torch.Tensor]:
     return layer, x
 
 
-def gate_of(layer, x):
-    return (8 * torch.tanh(layer.input_gate_proj(x) / 8)).mT.detach()
-
-
 def positions_of(state, stop) -> list:
-    """Returns the positions of the candidates that a state holds for the query at `stop`, sorted, for each entry and head."""
-    last = stop // BLOCK * BLOCK - WINDOW
-    return [[sorted(p for p in head if 0 <= p <= last) for head in entry] for entry in state.kept.positions.tolist()]
+    """Returns the positions of the kept keys that a state holds for the query at `stop`, for each entry and head, sorted."""
+    first = stop // BLOCK * BLOCK - WINDOW
+    return [[sorted(p for p in head if 0 <= p < first) for head in entry] for entry in state.kept.positions.tolist()]
 
 
 def expected_positions(layer, x) -> list:
     """Returns the positions of the keys that are kept for the query after the tokens x."""
-    gate = torch.nn.functional.pad(gate_of(layer, x), (0, 1))  # the next query's own key is no candidate
-    of_query = kept(gate, layer.kept_keys, layer.exact_window)[:, :, -1]
+    rank = torch.nn.functional.pad(ranks(layer, x).detach(), (0, 1))  # the next query's own key is no candidate
+    of_query = kept(rank, layer.kept_keys, layer.exact_window)[:, :, -1]
     return [[head.nonzero().flatten().tolist() for head in entry] for entry in of_query]
 
 
@@ -86,25 +96,51 @@ def test_numbers_of_kept_keys(count):
     close(in_pieces(layer, x, [4, 1, 1, LONG - 6])[0], expected)
 
 
-@torch.no_grad()
-def test_a_kept_key_does_not_decay():
-    """With full decay and values that tell the keys apart, the output has a part of the kept key far back."""
-    layer = FastmaxSelfAttention(
-        4, 1, input_gate=True, kept_keys=1, exact_window=1, dtype=torch.float64, **OFF | {"decay": True}
-    )
+def one_head(gates, log_decay=0.0, **options) -> tuple[FastmaxSelfAttention, torch.Tensor]:
+    """Returns a layer whose scores are 0 and whose output is the mean of the inputs, and x with these gates in channel 0."""
+    layer = FastmaxSelfAttention(4, 1, input_gate=True, exact_window=1, dtype=torch.float64, **OFF | {"decay": True} | options)
     eye = torch.eye(4, dtype=torch.float64)
-    layer.qkv_proj.weight.copy_(torch.cat([0 * eye, 0 * eye, eye]))  # scores are 0
-    layer.out_proj.weight.copy_(eye)
-    layer.decay_proj.weight.zero_()
-    layer.decay_proj.bias.fill_(-200.0)
-    layer.input_gate_proj.weight.zero_()
-    layer.input_gate_proj.weight[0, 0] = 1.0
-    x = torch.zeros(1, LONG, 4, dtype=torch.float64)
-    x[0, 0] = eye[0]  # the only key with a gate above 1
-    gate = torch.exp(8 * torch.tanh(torch.tensor(1 / 8, dtype=torch.float64)))
-    y = layer(x)[0, :, 0]
-    close(y[BLOCK:], (gate / (1 + gate)).expand(LONG - BLOCK))
-    assert y[1:BLOCK].abs().max() < 1e-80
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.zero_()
+        layer.qkv_proj.weight[8:] = eye
+        layer.out_proj.weight.copy_(eye)
+        layer.decay_proj.bias.fill_(-math.log(math.expm1(-log_decay)) if log_decay else 1e3)
+        layer.input_gate_proj.weight[0, 0] = 1.0
+    x = torch.zeros(1, len(gates), 4, dtype=torch.float64)
+    x[0, :, 0] = 8 * torch.atanh(torch.tensor(gates, dtype=torch.float64) / 8)
+    return layer, x
+
+
+@torch.no_grad()
+def test_weights_of_one_key():
+    """A key weighs exp(b) + exp(b) exp(s) while it is exact, then half as much unless it is kept, and decays all the time."""
+    gates = [2.0, 1.0, *[-5.0] * (LONG - 2)]
+    for count in (0, 1, 2):
+        layer, x = one_head(gates, -0.1, kept_keys=count)
+        own = []
+        for position in (0, 1):
+            x[..., 1:] = 0
+            x[0, position, 1] = 1.0
+            own.append(layer(x)[0, :, 1])
+        for i in range(3, LONG):
+            exact = [0, 1] if i // BLOCK * BLOCK - 1 <= 0 else [0, 1][:count]
+            weights = [math.exp(gates[j] - 0.1 * (i - j)) * (2.0 if count and j in exact else 1.0) for j in (0, 1)]
+            close(own[0][i] / own[1][i], torch.tensor(weights[0] / weights[1], dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_the_choice_weighs_gates_against_decays():
+    """With half a nat of decay between two tokens, a gate that is larger by 1 is worth two tokens."""
+    later, earlier = LONG // BLOCK * BLOCK - 2, LONG // BLOCK * BLOCK - 5
+    for lead, expected in ((1.4, later), (1.6, earlier)):
+        gates = [-8 + 1e-6] * LONG
+        gates[later], gates[earlier] = 0.0, lead
+        layer, x = one_head(gates, -0.5, kept_keys=1)
+        for sizes in ([LONG], [1] * LONG, [4, 1, LONG - 5]):
+            _, state = in_pieces(layer, x, sizes)
+            first = LONG // BLOCK * BLOCK - 1
+            assert [p for p in state.kept.positions.flatten().tolist() if 0 <= p < first] == [expected]
 
 
 @torch.no_grad()
@@ -116,23 +152,22 @@ def test_a_dropped_key_never_comes_back():
         candidates = positions_of(state, i + 1)
         if before is not None:
             for new, old in zip(*map(chain.from_iterable, (candidates, before)), strict=True):
-                assert all(p in old or p > max(i // BLOCK * BLOCK - WINDOW, -1) for p in new)
+                assert all(p in old or p >= max(i // BLOCK * BLOCK - WINDOW, 0) for p in new)
         before = candidates
 
 
 # ---- the layer without
 
 
-@pytest.mark.parametrize("n", [1, 6, LONG])
-def test_rows_without_kept_keys_are_those_of_a_layer_without(n):
+@pytest.mark.parametrize("n", [1, WINDOW, LONG])
+def test_rows_with_the_window_alone_are_those_of_a_layer_without(n):
     """Bit for bit, and so are their gradients."""
-    layer, x, first = make(**LAYER), tokens(2, n).requires_grad_(), min(n, 2 * BLOCK)
+    layer, x = make(**LAYER), tokens(2, n).requires_grad_()
     results = []
     for count in (KEPT, 0):
         layer.kept_keys = count
-        y = layer(x)[:, :first]
+        y = layer(x)[:, :WINDOW]
         results.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
-    assert 2 * BLOCK == 6 and kept(torch.zeros(1, 1, 7), KEPT, WINDOW)[0, 0].any(-1).tolist() == [False] * 6 + [True]
     for actual, expected in zip(*results, strict=True):
         if n == LONG:
             close(actual, expected, 1e-12)  # gradients of 0 from the other rows are added
@@ -167,24 +202,27 @@ def test_of_equal_gates_the_later_key_is_kept(sizes):
 
 @torch.no_grad()
 def test_with_gates_of_zero_the_latest_keys_are_kept():
-    layer = FastmaxSelfAttention(C, HEADS, dtype=torch.float64, **LAYER)
-    _, state = layer(tokens(1, LONG), layer.init_state(1))
-    last = LONG // BLOCK * BLOCK - WINDOW
-    assert positions_of(state, LONG) == [[list(range(last - KEPT + 1, last + 1))] * 2]
+    """With decay too: they have decayed least."""
+    first = LONG // BLOCK * BLOCK - WINDOW
+    for decay in (False, True):
+        layer = FastmaxSelfAttention(C, HEADS, dtype=torch.float64, decay=decay, **LAYER)
+        _, state = layer(tokens(1, LONG), layer.init_state(1))
+        assert positions_of(state, LONG) == [[list(range(first - KEPT, first))] * 2]
 
 
 @pytest.mark.parametrize("n", [1, 4, 10, 30])
 def test_the_choice_alone(n):
-    """Random gates with ties, against a sort of all candidates, for packed blocks too."""
-    gate = torch.randint(-3, 4, (2, 3, n)).double()
+    """Random ranks with ties, against a sort of all candidates."""
+    rank = torch.randint(-3, 4, (2, 3, n)).double()
     begin = torch.arange(-(-n // BLOCK)) * BLOCK
-    own = kept_keys._largest(*kept_keys._new_candidates(gate, begin[None], 0 * begin[None], WINDOW), KEPT)
-    index = kept_keys._largest_so_far(*own, begin // BLOCK)
-    expected = kept(gate, KEPT, WINDOW)[:, :, ::BLOCK]
-    actual = torch.zeros_like(expected)
-    for place in (index >= 0).nonzero().tolist():
-        actual[(*place[:3], index[tuple(place)])] = True
-    assert torch.equal(actual, expected) and torch.equal((index >= 0).sum(-1), expected.sum(-1))
+    for count in (1, KEPT, 10):
+        own = kept_keys._largest(*kept_keys._new_candidates(rank, begin[None], 0 * begin[None], WINDOW), count)
+        index = kept_keys._largest_so_far(*own, begin // BLOCK)
+        expected = kept(rank, count, WINDOW)[:, :, ::BLOCK]
+        actual = torch.zeros_like(expected)
+        for place in (index >= 0).nonzero().tolist():
+            actual[(*place[:3], index[tuple(place)])] = True
+        assert torch.equal(actual, expected) and torch.equal((index >= 0).sum(-1), expected.sum(-1))
 
 
 # ---- states
@@ -197,9 +235,9 @@ def test_states_hold_the_same_keys_on_every_path(sizes):
     y, state = in_pieces(layer, x, sizes)
     close(y, written_out(layer, x))
     assert positions_of(state, sum(sizes)) == expected_positions(layer, x)
-    slots = KEPT + WINDOW + BLOCK - 1
+    slots = KEPT + WINDOW + BLOCK
     assert {x.shape[:3] for x in state.kept.tensors().values()} == {(2, 2, slots)}
-    recent = range(max(0, sum(sizes) // BLOCK * BLOCK - WINDOW + 1), sum(sizes))
+    recent = range(max(0, sum(sizes) // BLOCK * BLOCK - WINDOW), sum(sizes))
     for head in state.kept.positions.flatten(0, 1).tolist():
         taken = [p for p in head if p >= 0]
         assert len(set(taken)) == len(taken) and set(recent) <= set(taken)
@@ -249,7 +287,7 @@ def test_states_for_another_dtype_and_device():
     _, state = in_pieces(layer, x[:, :-2], [LONG - 2])
     narrow = state.to(torch.bfloat16)
     of_kept = {name: y.dtype for name, y in narrow.kept.tensors().items()}
-    assert of_kept == {"keys": torch.bfloat16, "values": torch.bfloat16, "gates": torch.float32, "positions": torch.int64}
+    assert of_kept == {"keys": torch.bfloat16, "values": torch.bfloat16, "log_factors": torch.float64, "positions": torch.int64}
     assert narrow.nbytes < state.nbytes and state.to("meta").kept.device.type == "meta"
     y, _ = layer(x[:, -2:], narrow.to(torch.float64))
     close(y, layer(x)[:, -2:], 0.1)
@@ -260,12 +298,12 @@ def test_states_of_other_sizes_do_not_go_together():
     layer, other = make(**LAYER), make(**LAYER | {"kept_keys": KEPT + 1})
     with pytest.raises(ValueError, match=r"states\[1\] must have the kept keys of states\[0\]"):
         type(layer.init_state(1)).cat([layer.init_state(1), other.init_state(1)])
-    with pytest.raises(ValueError, match=r"state must have 9 slots of kept keys, for this layer's kept_keys 3 .*, got 10"):
+    with pytest.raises(ValueError, match=r"state must have 10 slots of kept keys, for this layer's kept_keys 3 .*, got 11"):
         layer(tokens(1, 2), other.init_state(1))
     plain = make(**GATED | {"num_kv_heads": 2})
-    with pytest.raises(ValueError, match="state must have 9 slots of kept keys, .*, got 0"):
+    with pytest.raises(ValueError, match="state must have 10 slots of kept keys, .*, got 0"):
         layer(tokens(1, 2), plain.init_state(1))
-    with pytest.raises(ValueError, match="state must have 0 slots of kept keys, .*, got 9"):
+    with pytest.raises(ValueError, match="state must have 0 slots of kept keys, .*, got 10"):
         plain.step_(tokens(1, 1), layer.init_state(1))
     with pytest.raises(ValueError, match=r"states\[1\] must have the kept keys of states\[0\]"):
         type(layer.init_state(1)).cat([plain.init_state(1), layer.init_state(1)])
@@ -316,19 +354,23 @@ def test_gradients_of_a_key_in_many_blocks_are_summed_in_float32(dtype):
     assert (x.grad[:, :, 3] == 4096.0).all() and not x.grad[:, :, [0, 1, 2, 4]].any()
 
 
-def test_nan_reaches_no_earlier_row():
+@pytest.mark.parametrize("decay", [False, True])
+def test_nan_reaches_no_earlier_row(decay):
     """Masked places of the gathered keys hold any keys, later ones too."""
-    q, k, v, gate = (torch.randn(2, 2, LONG, *d, dtype=torch.float64) for d in ((5,), (5,), (3,), ()))
+    shapes = {"q": (5,), "k": (5,), "v": (3,), "gate": (), "log_decay": ()}
+    given = {name: torch.randn(2, 2, LONG, *d, dtype=torch.float64) for name, d in shapes.items()}
+    given["log_decay"] = -given["log_decay"].exp() if decay else None
     options, results = kept_keys.KeptOptions(LONG, WINDOW, 0.5, True), []
     for last in (1.0, torch.nan):
-        tensors = [x.clone().requires_grad_() for x in (q, k, v, gate)]
+        tensors = {name: x.clone().requires_grad_() for name, x in given.items() if x is not None}
         with torch.no_grad():
-            for x in tensors[1:]:
-                x[:, :, -1] = last
-        o, lse = kept_keys.attend(*tensors, None, options)
+            for name, x in tensors.items():
+                if name not in ("q", "log_decay"):  # which are of the last query too
+                    x[:, :, -1] = last
+        o, lse = kept_keys.attend(kept_keys.Tokens(**{"log_decay": None} | tensors), None, options)
         seen = lse > -torch.inf
-        assert seen[0, 0].tolist() == [i >= 2 * BLOCK for i in range(LONG)]
-        results.append([o, lse, *torch.autograd.grad(o.cos().sum() + lse[seen].sum(), tensors)])
+        assert seen[0, 0].tolist() == [i >= WINDOW for i in range(LONG)]
+        results.append([o, lse, *torch.autograd.grad(o.cos().sum() + lse[seen].sum(), list(tensors.values()))])
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected) and not actual.isnan().any()
 
@@ -469,5 +511,5 @@ def test_a_buffer_is_refused():
 def test_kept_keys_are_a_state_of_their_own():
     state = KeptKeys.empty(2, 3, 4, 5, torch.bfloat16, None, 6, 7)
     assert state.dtype == torch.bfloat16 and state.device.type == "cpu" and (state.positions == -1).all()
-    assert state.values.shape == (2, 3, kept_keys.slots_of(6, 7), 5) == (2, 3, 6 + 7 + BLOCK - 1, 5)
-    assert state.repeat(2).keys.shape[0] == 4 and KeptKeys.cat([state, state]).gates.dtype == torch.float32
+    assert state.values.shape == (2, 3, kept_keys.slots_of(6, 7), 5) == (2, 3, 6 + 7 + BLOCK, 5)
+    assert state.repeat(2).keys.shape[0] == 4 and KeptKeys.cat([state, state]).log_factors.dtype == torch.float64

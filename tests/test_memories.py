@@ -11,7 +11,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
 from benchmarks.learn import memories, variants
-from fastmax.nn import kept_keys
 
 SIZES = {"embed_dim": 16, "num_heads": 2}
 OPTIONS = {"exact_window": 4, "longest_half_life": 8.0}
@@ -53,13 +52,11 @@ def test_a_layer_without_its_idea_is_the_layer(layer, options):
         torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("kept", [0, 3])
-def test_gates_and_kept_keys_are_those_of_the_layer(kept, monkeypatch):
-    monkeypatch.setattr(kept_keys, "_BLOCK", 6)
+def test_input_gate_is_that_of_the_layer():
     torch.manual_seed(0)
-    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, **OPTIONS, input_gate=True, kept_keys=kept))
-    own = memories.KeptKeys(16, 2, kept=kept, block=6, fades=False, **OPTIONS) if kept else memories.InputGate(16, 2, **OPTIONS)
-    own.double().load_state_dict({name.replace("input_gate", "write"): x for name, x in shipped.state_dict().items()})
+    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, **OPTIONS, input_gate=True))
+    own = memories.InputGate(16, 2, **OPTIONS).double()
+    own.load_state_dict({name.replace("input_gate", "write"): x for name, x in shipped.state_dict().items()})
     x = torch.randn(2, 24, 16, dtype=torch.float64)
     torch.testing.assert_close(own(x), shipped(x))
     got = gradients(own, x)

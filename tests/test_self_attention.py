@@ -105,14 +105,21 @@ def each_alone(layer, x, mask):
     return y
 
 
-def kept(gate, count, window):
-    """Returns which of n keys are kept for each query by gates (b, h, n), bool (b, h, n, n). Of equal ones the later is."""
-    b, h, n = gate.shape
+def kept(rank, count, window):
+    """Returns which of n keys are kept for each query by ranks (b, h, n), bool (b, h, n, n). Of equal ones the later is."""
+    b, h, n = rank.shape
     is_kept = torch.zeros(b, h, n, n, dtype=torch.bool)
     for i, j, query in product(range(b), range(h), range(n)):
-        far = range(max(0, query // BLOCK * BLOCK - window + 1))
-        is_kept[i, j, query, sorted(far, key=lambda key: (-gate[i, j, key].item(), -key))[:count]] = True
+        far = range(max(0, query // BLOCK * BLOCK - window))
+        is_kept[i, j, query, sorted(far, key=lambda key: (-rank[i, j, key].item(), -key))[:count]] = True
     return is_kept
+
+
+def ranks(layer, x):
+    """Returns log_input_gate_j - G_j, (b, hk, n)."""
+    gate = 8 * torch.tanh(layer.input_gate_proj(x) / 8)
+    sums = 0.0 if layer.decay_proj is None else torch.sigmoid(layer.decay_proj(x)).log().cumsum(1)
+    return (gate - sums).mT
 
 
 def written_out(layer, x):
@@ -141,16 +148,21 @@ def written_out(layer, x):
         a0, a1, a2 = (layer.options[name] for name in ("a0", "a1", "a2"))
         f = a0 + a1 * s + (a2 * s * s if layer.options["p"] == 2 else 0)
         weights, seen = torch.where(distance < layer.options["exact_window"], s.exp(), f), distance >= 0
+    decay = 1.0
     if layer.decay_proj is not None:
         log_decay = torch.sigmoid(layer.decay_proj(x)).log()  # (b, n, hk)
         sums = log_decay.cumsum(1).mT.repeat_interleave(h // hk, dim=1)
-        weights = weights * (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp(max=0).exp()
+        decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp(max=0).exp()
+        weights = weights * decay
     if layer.input_gate_proj is not None:
         gate = (8 * torch.tanh(layer.input_gate_proj(x) / 8)).exp()  # (b, n, hk)
         gate = gate.mT.repeat_interleave(h // hk, dim=1).unsqueeze(-2)
         weights = weights * torch.where(distance < layer.options["exact_window"], 1.0, gate)
-        is_kept = kept(gate.squeeze(-2).detach(), layer.kept_keys, layer.options["exact_window"])
-        weights = weights + torch.where(is_kept, s.exp() * gate, 0.0)
+        if layer.kept_keys > 0:
+            window, i = layer.options["exact_window"], torch.arange(n)
+            is_kept = kept(ranks(layer, x).detach(), layer.kept_keys, window).repeat_interleave(h // hk, dim=1)
+            is_kept = is_kept | ((distance >= window) & (i >= (i // BLOCK * BLOCK - window)[:, None]))
+            weights = weights + torch.where(is_kept, s.exp() * gate * decay, 0.0)
     weights = weights * seen
     o = (weights @ v) / weights.sum(-1, keepdim=True)
     o = rms(o.transpose(1, 2), layer.output_norm).flatten(2)

@@ -1,27 +1,32 @@
-"""Kept keys: a few keys beyond the exact window that `FastmaxSelfAttention` also weighs by exp of their score.
+"""Kept keys: keys beyond the exact window that `FastmaxSelfAttention` also weighs by exp of their score.
 
-The positions of a sequence are cut into blocks of B = 256, from its first token on. All queries of a block have the same kept
-keys. For the block that begins at position s they are, in each key/value head, the K keys with the largest log_input_gate b_j
-among those at positions up to s - W, where W is the exact window. Of equal gates the later key is kept. With the score s_ij
-and the decays G of the layer, key j has for query i the weight
+The positions of a sequence are cut into blocks of B = 256, from its first token on. For the queries of the block that begins at
+position s, W being the exact window, these keys are
 
-    exp(b_j) f(s_ij) exp(G_i - G_j) + [j is kept] exp(b_j + s_ij)          beyond the window
-    exp(s_ij) exp(G_i - G_j)                                              in it
+    all at positions from s - W on, and
+    the K kept keys: those before position s - W with the largest log_input_gate b_j - G_j.
 
-and the output is the mean of the values with these weights. The second term does not decay. The choice has no gradient; b_j
-has one through the weights.
+G are the sums of the log decays up to a token. So b_j - G_j orders keys by their weight at a score of 0, and the order is the
+same for all later queries. Of equal keys the later one is kept. Each key/value head has its own. With the score s_ij, key j has
+for query i the weight
+
+    exp(G_i - G_j) exp(b_j) (f(s_ij) + [j is such a key] exp(s_ij))    beyond the window
+    exp(G_i - G_j) exp(s_ij)                                           in it
+
+and the output is the mean of the values with these weights. The choice has no gradient; b_j and G have one through the weights.
 
 The K largest of some keys and more are the K largest of the K largest of those and more. So a key that was dropped never comes
-back, and K keys and the last W + B - 1 are all that a state holds.
+back, and K keys and the last W + B are all that a state holds.
 
-Attention to the kept keys is softmax attention of each block of queries to K keys with the gates b_j. `merge_attention` adds
-its sums to those of the layer. Shapes: q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), gates (b, hk, m).
+The second term is softmax attention of each block of B queries to K + B keys, whose gates and decays are those of the weights.
+`merge_attention` adds its sums to those of the layer. Shapes: q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), gates and
+decays (b, hk, m).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +38,7 @@ from fastmax.decoding.batch_state import BatchState
 from fastmax.decoding.varlen import blocks_of
 from fastmax.functional import flash_attention
 from fastmax.prepare.padding import taken_at
+from fastmax.prepare.tensors import cast_for_autocast
 
 _BLOCK = 256  # B
 
@@ -48,17 +54,17 @@ class KeptOptions(NamedTuple):
 
 @dataclass(eq=False)
 class KeptKeys(BatchState):
-    """The keys that the next queries of a `FastmaxSelfAttention` may weigh as kept keys, after some tokens.
+    """The keys that the next queries of a `FastmaxSelfAttention` weigh by exp of their score, after some tokens.
 
-    There are K + W + B - 1 slots in each key/value head: for the kept keys, and for the later ones, which may become kept keys.
-    `keys` (b, hk, slots, d) and `values` (b, hk, slots, dv) have the dtype of q, k and v, and `gates` (b, hk, slots) is their
-    log_input_gate. `positions` (b, hk, slots) int64 holds the position of each key in its sequence, -1 where a slot is free.
-    The order of the slots has no meaning.
+    There are K + W + B slots in each key/value head. `keys` (b, hk, slots, d) and `values` (b, hk, slots, dv) have the dtype of
+    q, k and v. `log_factors` (b, hk, slots) float64 is the log of what multiplies exp of the score: log_input_gate and the log
+    decays since. `positions` (b, hk, slots) int64 holds the position of each key in its sequence, -1 where a slot is free. The
+    order of the slots has no meaning.
     """
 
     keys: Tensor
     values: Tensor
-    gates: Tensor
+    log_factors: Tensor
     positions: Tensor
 
     @classmethod
@@ -76,8 +82,8 @@ class KeptKeys(BatchState):
         """Returns the state before any token."""
         slots = batch, kv_heads, slots_of(kept, window)
         keys = torch.zeros(*slots, head_dim, dtype=dtype, device=device)
-        gates = keys.new_zeros(slots, dtype=eager.compute_dtype(dtype))
-        return cls(keys, keys.new_zeros(*slots, value_dim), gates, keys.new_full(slots, -1, dtype=torch.int64))
+        log_factors = keys.new_zeros(slots, dtype=torch.float64)
+        return cls(keys, keys.new_zeros(*slots, value_dim), log_factors, keys.new_full(slots, -1, dtype=torch.int64))
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -108,8 +114,7 @@ class KeptKeys(BatchState):
     def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> KeptKeys:
         moved: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
         keys, values = (x.to(dtype=dtype, **moved) for x in (self.keys, self.values))
-        gates = self.gates.to(dtype=eager.compute_dtype(dtype), **moved)
-        return KeptKeys(keys, values, gates, self.positions.to(**moved))
+        return KeptKeys(keys, values, *(x.to(**moved) for x in (self.log_factors, self.positions)))
 
 
 _FIELDS = tuple(field.name for field in fields(KeptKeys))
@@ -117,51 +122,68 @@ _FIELDS = tuple(field.name for field in fields(KeptKeys))
 
 def slots_of(kept: int, window: int) -> int:
     """Returns the number of slots of a state."""
-    return kept + window + _BLOCK - 1
+    return kept + window + _BLOCK
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, cu_seqlens: Tensor | None, options: KeptOptions
-) -> tuple[Tensor, Tensor] | None:
-    """Computes attention of whole sequences to their kept keys.
+class Tokens(NamedTuple):
+    """Tokens in the order of their positions."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor  # log_input_gate
+    log_decay: Tensor | None
+
+    def cast(self, dtype: torch.dtype | None = None) -> Tokens:
+        """Returns the tokens with q, k and v as `cast_for_autocast` casts them."""
+        q, k, v = cast_for_autocast(self.q, self.k, self.v, dtype=dtype)
+        return self._replace(q=q, k=k, v=v)
+
+    def decaying(self, count: Tensor | None) -> Tokens:
+        """Returns the tokens without the decays of those after the first `count` (b,) of each row. None: all are real."""
+        if count is None or self.log_decay is None:
+            return self
+        is_real = torch.arange(self.k.shape[2], device=count.device) < count.view(-1, 1, 1)
+        return self._replace(log_decay=torch.where(is_real, self.log_decay, 0))
+
+
+def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
+    """Computes the second term of attention of whole sequences.
 
     Args:
-        q, k, v, gate: of n tokens.
+        tokens: n tokens.
         cu_seqlens: int32 (s + 1,), of packed sequences in a batch of one; None: each batch entry is a sequence.
 
     Returns:
-        The output (b, h, n, dv) and the log of the sums of weights (b, h, n), 0 and -inf for queries without kept keys. None if
+        The output (b, h, n, dv) and the log of the sums of weights (b, h, n), 0 and -inf for queries without such keys. None if
         no query has one, since there are too few tokens.
     """
-    n = q.shape[2]
-    if n <= -(-options.window // _BLOCK) * _BLOCK:  # the first block with a candidate begins there
+    q, k, v, _, log_decay = tokens
+    n, device = q.shape[2], q.device
+    if n <= options.window:
         return None
+    places = None
     if cu_seqlens is None:
-        blocks = torch.arange(-(-n // _BLOCK), device=q.device)
-        begin, origin, token, place = blocks * _BLOCK, torch.zeros_like(blocks), None, None
+        begin = torch.arange(-(-n // _BLOCK), device=device).unsqueeze(0) * _BLOCK
+        origin, length = torch.zeros_like(begin), torch.full_like(begin, n)
     else:
-        packed = blocks_of(cu_seqlens, n, length=_BLOCK)
-        begin, origin = packed.begin, cu_seqlens.long()[packed.sequence]
-        token, place = packed.token.flatten().unsqueeze(0), packed.place.unsqueeze(0)
-    own = _largest(*_new_candidates(gate, begin.unsqueeze(0), origin.unsqueeze(0), options.window), options.kept)
-    index = _largest_so_far(*own, begin // _BLOCK)
-    return _attend_in_blocks(q, k, v, gate, index, token, place, options)
+        packed, ends = blocks_of(cu_seqlens, n, length=_BLOCK), cu_seqlens.long()
+        begin, places = packed.begin.unsqueeze(0), packed.place.unsqueeze(0)
+        origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
+    log_factor, sums = _log_factors(tokens.gate, log_decay)
+    blocks = _Blocks(begin, origin, length, origin, places)
+    own = _largest(*_new_candidates(log_factor, begin, origin, options.window), options.kept)
+    index = _largest_so_far(*own, begin[0] // _BLOCK)
+    return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    state: KeptKeys,
-    positions: Tensor,
-    count: Tensor | None,
-    options: KeptOptions,
+    tokens: Tokens, state: KeptKeys, positions: Tensor, count: Tensor | None, options: KeptOptions
 ) -> tuple[Tensor, Tensor, KeptKeys]:
-    """Computes attention of n tokens to the kept keys of their sequences, as n calls of `step`.
+    """Computes the second term of attention of n tokens after a state, as n calls of `step`.
 
     Args:
-        q, k, v, gate: of the tokens.
+        tokens: n tokens.
         state: after the previous tokens. It is not modified.
         positions: int64 (b,), position of the first of the tokens.
         count: (b,), number of real tokens of each row, which come first. None: all.
@@ -169,31 +191,38 @@ def prefill(
     Returns:
         The results of `attend`, and the state after the tokens.
     """
+    q, k, v, gate, log_decay = tokens.decaying(count)
     (b, hk, n, _), slots = k.shape, state.keys.shape[2]
+    log_factor, sums = _log_factors(gate.double(), log_decay)
     # All known keys in the order of their positions. From the first key on that is not a candidate yet, none is missing: the
-    # key at a position has the index `origin` + position.
+    # key at a position has the index `origin` + position. Log factors are those at the end of the state.
     order = state.positions.argsort(dim=-1, stable=True)
     of_slots = (x.gather(2, _like(order, x)) for x in state.tensors().values())
     new = positions.unsqueeze(-1) + torch.arange(n, device=q.device)
-    of_tokens = k, v, gate, new.unsqueeze(1).expand(b, hk, n)
+    of_tokens = k, v, log_factor, new.unsqueeze(1).expand(b, hk, n)
     known = KeptKeys(*(torch.cat(x, dim=2) for x in zip(of_slots, of_tokens, strict=True)))
     origin, offset = slots - positions, positions % _BLOCK
 
     blocks = (n + _BLOCK - 1) // _BLOCK + 1  # as many as n tokens and the one after them can be in
     begin = (positions - offset).unsqueeze(-1) + _BLOCK * torch.arange(blocks, device=q.device)  # (b, blocks)
     candidate = _is_candidate(known.positions[:, :, :slots], begin[:, 0], options.window)
-    before = torch.where(candidate, known.gates.detach()[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
+    before = torch.where(candidate, known.log_factors.detach()[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
     at = torch.arange(slots, device=q.device).flip(0).expand_as(before)
-    after = _new_candidates(known.gates, begin[:, 1:], origin.unsqueeze(-1), options.window)
+    after = _new_candidates(known.log_factors, begin[:, 1:], origin.unsqueeze(-1), options.window)
     own = zip(_largest(before, at, options.kept), _largest(*after, options.kept), strict=True)
     rank, candidates = (torch.cat(x, dim=2) for x in own)
     index = _largest_so_far(rank, candidates, torch.arange(blocks, device=q.device))
 
     with_queries = (n + 2 * _BLOCK - 2) // _BLOCK
-    token = torch.arange(with_queries * _BLOCK, device=q.device) - offset.unsqueeze(-1)
-    place = torch.arange(n, device=q.device) + offset.unsqueeze(-1)
-    rows = known.keys, known.values, known.gates, index[:, :, :with_queries]
-    o, lse = _attend_in_blocks(q, *rows, token.clamp(0, n - 1), place, options)
+    of_queries = _Blocks(
+        begin[:, :with_queries],
+        origin.unsqueeze(-1),
+        (positions + n).unsqueeze(-1),
+        -positions.unsqueeze(-1),
+        torch.arange(n, device=q.device) + offset.unsqueeze(-1),
+    )
+    of_keys = known.keys, known.values, known.log_factors
+    o, lse = _attend_in_blocks(q, *of_keys, log_decay, sums, index[:, :, :with_queries], of_queries, options)
 
     stop = positions + (n if count is None else count)
     last = stop // _BLOCK - positions // _BLOCK
@@ -205,25 +234,25 @@ def prefill(
     free, index = index < 0, index.clamp(min=0)
     filled = (x.gather(2, _like(index, x)).masked_fill(_like(free, x), 0) for x in known.tensors().values())
     after_tokens = KeptKeys(*filled)
+    if log_decay is not None:
+        total = log_decay.double().sum(-1, keepdim=True)
+        after_tokens.log_factors = (after_tokens.log_factors + total).masked_fill(free, 0)
     after_tokens.positions = after_tokens.positions.masked_fill(free, -1)
     return o, lse, after_tokens
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
+    token: Tokens,
     state: KeptKeys,
     positions: Tensor,
     count: Tensor | None,
     options: KeptOptions,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, KeptKeys]:
-    """Computes attention of one token to the kept keys of its sequence.
+    """Computes the second term of attention of one token.
 
     Args:
-        q, k, v, gate: of the token.
+        token: one token.
         state: after the previous tokens.
         positions: int64 (b,), position of the token.
         count: int (b,), 1 for a real token and 0 for padding. None: all are real.
@@ -232,26 +261,31 @@ def step(
     Returns:
         The results of `attend`, and the state after the token.
     """
+    q, k, v, gate, log_decay = token.decaying(count)
     (b, hk), h = k.shape[:2], q.shape[1]
+    if log_decay is not None:
+        decayed = torch.where(state.positions >= 0, state.log_factors + log_decay, 0)
+        state = replace(state, log_factors=state.log_factors.copy_(decayed) if in_place else decayed)
     position = positions.view(b, 1, 1).expand(b, hk, 1)
     slot = state.positions.argmin(dim=-1, keepdim=True)  # one that is free
     tensors = zip(state.tensors().values(), (k, v, gate, position), strict=True)
     state = KeptKeys(*(_written(x, _like(slot, x), y, count, in_place) for x, y in tensors))
 
     # Each head has its own slots, so heads become batch entries.
-    keys, values, gates = (x.flatten(0, 1).unsqueeze(1) for x in (state.keys, state.values, state.gates))
-    candidate = _is_candidate(state.positions, positions, options.window)
-    own = options._replace(use_custom_gradient=options.use_custom_gradient and not eager.differentiating(q, k, v, gate))
-    o, lse = _softmax(q.reshape(b * hk, h // hk, 1, -1), keys, values, gates, candidate.flatten(0, 1), own)
+    keys, values, log_factors = (x.flatten(0, 1).unsqueeze(1) for x in (state.keys, state.values, state.log_factors))
+    beyond = (state.positions >= 0) & (state.positions <= position - options.window)
+    own = options._replace(use_custom_gradient=options.use_custom_gradient and not eager.differentiating(*token))
+    gates = log_factors.to(eager.compute_dtype(q.dtype))
+    o, lse = _softmax(q.reshape(b * hk, h // hk, 1, -1), keys, values, gates, None, beyond.flatten(0, 1), own)
 
     # In most blocks this token is not the last one, and there are at most K candidates.
     stop = positions + (1 if count is None else count)
     candidate = _is_candidate(state.positions, stop, options.window)
     order = state.positions.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.where(candidate, state.gates.detach(), -torch.inf).gather(2, order)
+    rank = torch.where(candidate, state.log_factors.detach(), -torch.inf).gather(2, order)
     order = order.gather(2, rank.argsort(dim=-1, descending=True, stable=True))
-    beyond = torch.arange(order.shape[2], device=q.device) >= options.kept
-    dropped = candidate & torch.zeros_like(candidate).scatter(2, order, beyond.expand_as(order))
+    more = torch.arange(order.shape[2], device=q.device) >= options.kept
+    dropped = candidate & torch.zeros_like(candidate).scatter(2, order, more.expand_as(order))
     left = state.positions.masked_fill(dropped, -1)
     state.positions = state.positions.copy_(left) if in_place else left
     return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1), state
@@ -266,9 +300,12 @@ def _written(x: Tensor, slot: Tensor, new: Tensor, count: Tensor | None, in_plac
 
 
 def _is_candidate(places: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Returns which keys may be kept for the queries at `positions` (b,), by their own positions (b, ..., keys); -1: no key."""
-    last = positions - positions % _BLOCK - window
-    return (places >= 0) & (places <= last.view(-1, *(1,) * (places.dim() - 1)))
+    """Returns which keys, at `places` (b, ..., keys), must be chosen to be kept for the queries at `positions` (b,).
+
+    -1 is the place of no key.
+    """
+    first = positions - positions % _BLOCK - window
+    return (places >= 0) & (places < first.view(-1, *(1,) * (places.dim() - 1)))
 
 
 def _like(index: Tensor, x: Tensor) -> Tensor:
@@ -276,22 +313,31 @@ def _like(index: Tensor, x: Tensor) -> Tensor:
     return index if x.dim() == 3 else index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
 
 
-# ---- the choice. Candidates are pairs of their gate (-inf: none) and their index among some keys, (b, hk, blocks, candidates)
+def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns b_j - G_j of tokens, and the sums of their log decays, both float64; without decay the gates and None."""
+    if log_decay is None:
+        return gate, None
+    sums = log_decay.double().cumsum(-1)
+    return gate.double() - sums, sums
 
 
-def _new_candidates(gate: Tensor, begin: Tensor, origin: Tensor, window: int) -> tuple[Tensor, Tensor]:
+# ---- the choice. Candidates are pairs of their rank, b_j - G_j (-inf: none), and their index among some keys. Both have the
+# ---- shape (b, hk, blocks, candidates).
+
+
+def _new_candidates(log_factor: Tensor, begin: Tensor, origin: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Returns the keys that are candidates for a block but not for the one before it, the latest first.
 
     Args:
-        gate: (b, hk, m).
+        log_factor: (b, hk, m).
         begin: position of the first token of each block in its sequence, (b or 1, blocks).
         origin: index among the m keys of the key at position 0 of the block's sequence, (b or 1, blocks or 1).
     """
-    (b, hk, m), blocks = gate.shape, begin.shape[1]
-    place = begin.unsqueeze(-1) - window - torch.arange(_BLOCK, device=gate.device)
+    (b, hk, m), blocks = log_factor.shape, begin.shape[1]
+    place = begin.unsqueeze(-1) - window - 1 - torch.arange(_BLOCK, device=log_factor.device)
     index = (origin.unsqueeze(-1) + place).clamp(0, m - 1)  # blocks after the last token have no queries
     index = index.unsqueeze(1).expand(b, hk, blocks, _BLOCK)
-    rank = gate.detach().gather(2, index.flatten(2)).view_as(index)
+    rank = log_factor.detach().gather(2, index.flatten(2)).view_as(index)
     return torch.where((place >= 0).unsqueeze(1), rank, -torch.inf), index
 
 
@@ -310,59 +356,122 @@ def _largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
         earlier: (blocks,), number of earlier blocks of the same sequence.
     """
     blocks, count = rank.shape[2:]
+    place = torch.arange(count, device=rank.device)
     reach = 1  # each block has the candidates of so many blocks, its own the last
     while reach < blocks:
         rank_before, index_before = (F.pad(x[:, :, :-reach], (0, 0, reach, 0)) for x in (rank, index))
         rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
-        rank, index = _largest(torch.cat([rank, rank_before], dim=-1), torch.cat([index, index_before], dim=-1), count)
+        # The largest of both are the first ones of each: as many later ones as are not below their counterparts in the reverse
+        # order of the earlier ones.
+        later = (rank >= rank_before.flip(-1)).sum(-1, keepdim=True)
+        of_both = torch.where(place < later, place, count + place - later)
+        rank, index = (torch.cat(x, dim=-1).gather(-1, of_both) for x in ((rank, rank_before), (index, index_before)))
         reach *= 2
+        if reach < blocks:
+            rank, index = _largest(rank, index, count)
     return torch.where(rank == -torch.inf, -1, index)
 
 
 # ---- attention
 
 
+class _Blocks(NamedTuple):
+    """Blocks of B queries: block and query i of it are at the position `begin` + i of their sequence."""
+
+    begin: Tensor  # (b or 1, blocks)
+    origin: Tensor  # (b or 1, blocks or 1): index among the keys of the key at position 0
+    length: Tensor  # (b or 1, blocks or 1): number of positions of the sequence
+    first: Tensor  # (b or 1, blocks or 1): index among the queries of the query at position 0; below 0: there is none
+    places: Tensor | None  # (b or 1, n): place of each query in all blocks. None: in their order
+
+
 def _attend_in_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gate: Tensor,
-    index: Tensor,
-    token: Tensor | None,
-    place: Tensor | None,
+    log_factor: Tensor,
+    log_decay: Tensor | None,
+    sums: Tensor | None,
+    kept: Tensor,
+    blocks: _Blocks,
     options: KeptOptions,
 ) -> tuple[Tensor, Tensor]:
     """Returns the results of `attend` for queries in blocks.
 
+    Causal attention lets query i of B queries see the first K + 1 + i of K + B keys: the kept keys, and those from W positions
+    before the block on.
+
     Args:
-        index: indices of the kept keys among the m keys, (b, hk, blocks, kept), -1 for none. All heads have as many.
-        token: (b, blocks * B), index of the query at each place of the blocks. None: the queries in order, and padding.
-        place: (b, n), place of each query.
+        log_factor: of the m keys, without the decays of the n queries.
+        log_decay, sums: of the n queries. None: no decay.
+        kept: indices of the kept keys among the m keys, (b, hk, blocks, K), -1 for none. All heads have as many.
     """
-    (b, h, n, _), (blocks, kept) = q.shape, index.shape[2:]
-    if token is None:
-        q = F.pad(q.transpose(1, 2), (0, 0, 0, 0, 0, blocks * _BLOCK - n))
+    b, h, n, _ = q.shape
+    hk, count = k.shape[1], blocks.begin.shape[1]
+    i = torch.arange(_BLOCK, device=q.device)
+    position = blocks.begin.unsqueeze(-1) + i  # of queries, (b or 1, blocks, B)
+    token = blocks.first.unsqueeze(-1) + position
+    if blocks.places is None:
+        q = F.pad(q.transpose(1, 2), (0, 0, 0, 0, 0, count * _BLOCK - n))
     else:
-        q = taken_at(q.transpose(1, 2), token, 1)
-    q = q.reshape(b * blocks, _BLOCK, h, -1).transpose(1, 2)
-    # Gates need causal attention, which lets the first of B queries see K of K + B keys. The other B are masked.
-    index = F.pad(index, (0, _BLOCK), value=-1)
-    filler = torch.arange(kept + _BLOCK, device=q.device) % k.shape[2]  # one key for all would get all their gradients of 0
+        q = taken_at(q.transpose(1, 2), token.clamp(0, n - 1).flatten(1).expand(b, -1), 1)
+    q = q.reshape(b * count, _BLOCK, h, -1).transpose(1, 2)
+
+    place = position - options.window
+    is_recent = (place >= 0) & (place < blocks.length.unsqueeze(-1))
+    recent = torch.where(is_recent, blocks.origin.unsqueeze(-1) + place, -1)
+    index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, count, _BLOCK)], dim=-1)
+    filler = torch.arange(index.shape[-1], device=q.device) % k.shape[2]  # one key for all would get all their gradients of 0
     is_key, index = (index[:, 0] >= 0).flatten(0, 1), torch.where(index >= 0, index, filler)
     # A NaN in a masked place would reach the output: the place may hold a later key.
-    masked = ~is_key.view(-1, 1, kept + _BLOCK, 1)
-    keys, values, gates = (_rows(x, index).masked_fill(masked, 0) for x in (k, v, gate.unsqueeze(-1)))
-    o, lse = _softmax(q, keys, values, gates.squeeze(-1), is_key, options)
-    o = o.transpose(1, 2).reshape(b, blocks * _BLOCK, h, -1)
-    lse = lse.unflatten(0, (b, blocks)).permute(0, 1, 3, 2).reshape(b, blocks * _BLOCK, h)
-    if place is None:
+    masked = ~is_key.view(-1, 1, is_key.shape[-1], 1)
+    keys, values = (_rows(x, index).masked_fill(masked, 0) for x in (k, v))
+    gates = _rows(log_factor.unsqueeze(-1), index).squeeze(-1)
+    decay = None
+    if log_decay is not None and sums is not None:
+        of_gates, decay = map(_in_batch, _decays(log_decay, sums, token, kept.shape[3]))
+        gates = gates + of_gates
+    gates = gates.masked_fill(~is_key.unsqueeze(1), 0).to(eager.compute_dtype(q.dtype))
+    o, lse = _softmax(q, keys, values, gates, decay, is_key, options)
+    o = o.transpose(1, 2).reshape(b, count * _BLOCK, h, -1)
+    lse = lse.unflatten(0, (b, count)).permute(0, 1, 3, 2).reshape(b, count * _BLOCK, h)
+    if blocks.places is None:
         o, lse = o[:, :n], lse[:, :n]
     else:
-        o, lse = taken_at(o, place, 1), taken_at(lse, place, 1)
+        places = blocks.places.expand(b, -1)
+        o, lse = taken_at(o, places, 1), taken_at(lse, places, 1)
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, is_key: Tensor, options: KeptOptions) -> tuple[Tensor, Tensor]:
+def _decays(log_decay: Tensor, sums: Tensor, token: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Returns what gates get and log_decay of K + B keys so that they decay as in the sequence, (b, hk, blocks, K + B).
+
+    Gates get the decays of kept keys up to the block, and those of the others up to the query W positions after them. The
+    decays of the queries do the rest.
+
+    Args:
+        log_decay, sums: of n queries, (b, hk, n).
+        token: (b or 1, blocks, B), index of each query; there is none below 0 and from n on.
+    """
+    (b, hk, n), blocks = log_decay.shape, token.shape[1]
+    is_query = ((token >= 0) & (token < n)).unsqueeze(1)
+    token = token.clamp(0, n - 1).unsqueeze(1).expand(b, hk, blocks, _BLOCK)
+    of_query = torch.where(is_query, log_decay.gather(2, token.flatten(2)).view_as(token), 0)
+    before = (sums - log_decay).gather(2, token[..., 0]).unsqueeze(-1)
+    before = torch.where(is_query[..., :1], before, 0)
+    of_kept = before.expand(b, hk, blocks, kept)
+    of_gates = torch.cat([of_kept, before + of_query.double().cumsum(-1)], dim=-1)
+    return of_gates, torch.cat([torch.zeros_like(of_kept, dtype=of_query.dtype), of_query], dim=-1)
+
+
+def _in_batch(x: Tensor) -> Tensor:
+    """Returns x (b, hk, blocks, keys) with a batch entry for each block, (b * blocks, hk, keys)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, log_decay: Tensor | None, is_key: Tensor, options: KeptOptions
+) -> tuple[Tensor, Tensor]:
     """Returns softmax attention to the keys (b, m) that are there, and the log of the sums of weights."""
     return flash_attention(
         q,
@@ -371,6 +480,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, is_key: Tensor, opti
         causal=True,
         scale=options.scale,
         attention_mask=is_key,
+        log_decay=log_decay,
         log_input_gate=gate,
         use_custom_gradient=options.use_custom_gradient,
         return_lse=True,

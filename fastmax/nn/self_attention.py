@@ -18,7 +18,7 @@ from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import kept_keys, key_value_cache
 from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of, log_input_gate_of
-from fastmax.nn.kept_keys import KeptKeys, KeptOptions
+from fastmax.nn.kept_keys import KeptKeys, KeptOptions, Tokens
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_state import SelfAttentionState
@@ -28,7 +28,7 @@ from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.padding import PackedPlaces, RealFirst
 from fastmax.prepare.sharded_dispatch import ParallelContext
-from fastmax.prepare.tensors import cast_for_autocast, prepare_queries_and_keys
+from fastmax.prepare.tensors import prepare_queries_and_keys
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
@@ -451,7 +451,7 @@ class FastmaxSelfAttention(nn.Module):
                 o = fastmax(q, k, v, log_input_gate=gate, **self.options, **options)
             else:
                 o, lse = fastmax(q, k, v, log_input_gate=gate, return_lse=True, **self.options, **options)
-                o = self._with_kept_keys(o, lse, q, k, v, gate, cu_seqlens)
+                o = self._with_kept_keys(o, lse, Tokens(q, k, v, gate, log_decay), cu_seqlens)
             return self._output(o, x)
         attention: DecodeState | KeyValueCache
         kept = None
@@ -468,7 +468,8 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 o, lse, attention = prefill_with_lse(q, k, v, state.attention, order, log_input_gate=gate, **options)
             if state.kept is not None:
-                o, kept = self._with_kept_keys_of(state, o, lse, q, k, v, gate, count, packed)
+                assert gate is not None  # checked in `_check`
+                o, kept = self._with_kept_keys_of(state, o, lse, Tokens(q, k, v, gate, log_decay), count, packed)
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
@@ -512,22 +513,19 @@ class FastmaxSelfAttention(nn.Module):
         token = {"log_decay": log_decay, "log_input_gate": gate, "attention_mask": attention_mask}
         o, lse = step_with_lse_(q, k, v, state.attention, **token)
         if state.kept is not None:
-            o, _ = self._with_kept_keys_of(state, o, lse, q, k, v, gate, count, in_place=True)
+            assert gate is not None  # checked in `_check`
+            o, _ = self._with_kept_keys_of(state, o, lse, Tokens(q, k, v, gate, log_decay), count, in_place=True)
         if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
         return self._output(o, x, state)
 
-    def _with_kept_keys(
-        self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, cu_seqlens: Tensor | None
-    ) -> Tensor:
+    def _with_kept_keys(self, o: Tensor, lse: Tensor, tokens: Tokens, cu_seqlens: Tensor | None) -> Tensor:
         """Returns the output of attention of whole sequences, o with log-sum-exp lse, with their kept keys included."""
-        q, k, v = cast_for_autocast(q, k, v)
-        with ops.without_autocast(q):
-            q, k = prepare_queries_and_keys(
-                q, k, self.options["normalize"] or None, validation.DEFAULT_LIM, None, self.use_custom_gradient
-            )
-            of_kept = kept_keys.attend(q, k, v, gate, cu_seqlens, self._kept_options(self.use_custom_gradient))
+        tokens = tokens.cast()
+        with ops.without_autocast(tokens.q):
+            tokens = self._prepared(tokens, self.use_custom_gradient)
+            of_kept = kept_keys.attend(tokens, cu_seqlens, self._kept_options(self.use_custom_gradient))
             return o if of_kept is None else merge_attention(*zip((o, lse), of_kept, strict=True))[0]
 
     def _with_kept_keys_of(
@@ -535,34 +533,36 @@ class FastmaxSelfAttention(nn.Module):
         state: SelfAttentionState,
         o: Tensor,
         lse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor | None,
+        tokens: Tokens,
         count: Tensor | None,
         packed: PackedPlaces | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, KeptKeys]:
         """Returns the output of tokens after a state with kept keys, and the kept keys after them."""
-        assert lse is not None and gate is not None and state.kept is not None  # checked in `_check`
-        if q.shape[2] == 0:
+        assert lse is not None and state.kept is not None  # checked in `_check`
+        if tokens.q.shape[2] == 0:
             return o, state.kept.clone()
-        q, k, v = cast_for_autocast(q, k, v, dtype=state.dtype)
-        with ops.without_autocast(q):
+        tokens = tokens.cast(state.dtype)
+        with ops.without_autocast(tokens.q):
             custom = self.use_custom_gradient and not eager.is_transformed()
-            once = custom and (q.shape[2] > 1 or not eager.differentiating(q, k))  # single tokens have all derivatives
-            q, k = prepare_queries_and_keys(q, k, self.options["normalize"] or None, validation.DEFAULT_LIM, None, once)
+            single = tokens.q.shape[2] == 1 and eager.differentiating(*tokens)  # single tokens have all derivatives
+            tokens = self._prepared(tokens, custom and not single)
             if packed is not None:
-                q, k, v, gate = packed.rows(q, k, v, gate)
-                count = packed.count
-            tokens = q, k, v, gate, state.kept, state.positions, count, self._kept_options(custom)
-            if q.shape[2] == 1:
-                o_kept, lse_kept, kept = kept_keys.step(*tokens, in_place)
+                tokens, count = Tokens(*packed.rows(*tokens)), packed.count
+            after = state.kept, state.positions, count, self._kept_options(custom)
+            if tokens.q.shape[2] == 1:
+                o_kept, lse_kept, kept = kept_keys.step(tokens, *after, in_place)
             else:
-                o_kept, lse_kept, kept = kept_keys.prefill(*tokens)
+                o_kept, lse_kept, kept = kept_keys.prefill(tokens, *after)
             if packed is not None:
                 o_kept, lse_kept = packed.packed(o_kept), packed.packed(lse_kept)
             return merge_attention((o, o_kept), (lse, lse_kept))[0], kept
+
+    def _prepared(self, tokens: Tokens, use_custom_gradient: bool) -> Tokens:
+        """Returns the tokens with q and k as `fastmax_attention` normalizes them."""
+        normalize = self.options["normalize"] or None
+        q, k = prepare_queries_and_keys(tokens.q, tokens.k, normalize, validation.DEFAULT_LIM, None, use_custom_gradient)
+        return tokens._replace(q=q, k=k)
 
     def _kept_options(self, use_custom_gradient: bool) -> KeptOptions:
         return KeptOptions(self.kept_keys, self.options["exact_window"], 1.0 / self.options["temperature"], use_custom_gradient)
