@@ -83,8 +83,8 @@ class FastmaxSelfAttention(nn.Module):
 
         log_input_gate = 8 tanh((x @ W_input + b_input) / 8)
 
-    With `kept_keys=K`, queries also give the K keys beyond the window with the largest log_input_gate so far the weight
-    exp(s + log_input_gate), without decay. Queries of a block of 256 share them; `fastmax.nn.kept_keys` has the definition.
+    With `kept_keys=K`, some keys beyond the window also have the weight exp(s + log_input_gate): the nearest ones, up to 256,
+    and K of those before them. `fastmax.nn.kept_keys` has the definition.
 
     For a new model, set `longest_half_life` to the context length and keep the other defaults. Every other option switches a
     part off or tunes it; docs/parameters.md has measurements.
@@ -114,9 +114,9 @@ class FastmaxSelfAttention(nn.Module):
         input_gate: learn an input gate for each key/value head, an addition of this library. The weight of a key beyond the
             exact window is multiplied by `exp(log_input_gate)` of its token, between exp(-8) and exp(8), and 1 at first. Only
             with `attention="fastmax"`.
-        kept_keys: number of keys beyond the exact window, in each key/value head, that are also weighted by exp(s). 0: none.
-            The input gates choose them, so it needs `input_gate=True` and an exact window. The state for generation holds
-            them and the last `exact_window + 255` keys.
+        kept_keys: number of keys beyond the exact window, in each key/value head, that are kept to be weighted by exp(s) too.
+            Input gates and decays choose them, so it needs `input_gate=True` and an exact window. The state for generation
+            holds them and the last `exact_window + 256` keys. 0: no key beyond the window is weighted by exp(s).
         exact_window: number of most recent keys, the token's own included, that are weighted by exp(s) as in softmax; the
             polynomial weights the keys before them. None: 128. 0: the polynomial weights all keys. A wider window learns more
             and costs more. With softmax attention only None and 0 are accepted.
