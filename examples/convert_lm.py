@@ -73,7 +73,8 @@ def config_of(model: GPT, every: int) -> GPTConfig:
     """Returns the config from which the converted model can be built."""
     layers = [block.attn for block in model.blocks]
     layer = next(layer for layer in layers if layer.attention == "fastmax")
-    of_layer = layer.options | {"decay": layer.decay_proj is not None, "longest_half_life": layer.longest_half_life}
+    gates = {"decay": layer.decay_proj is not None, "input_gate": layer.input_gate_proj is not None}
+    of_layer = layer.options | gates | {"longest_half_life": layer.longest_half_life, "kept_keys": layer.kept_keys}
     return replace(model.config, attention="fastmax", every=every, parts=model.config.parts | of_layer)
 
 

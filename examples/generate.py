@@ -108,11 +108,12 @@ def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
 
 
 def with_softmax(model: GPT) -> GPT:
-    """Returns the model with a CachedLayer in all blocks and the same weights, without decay gates."""
+    """Returns the model with a CachedLayer in all blocks and the same weights, without decay and input gates."""
     parts = {name: x for name, x in model.config.parts.items() if name not in OF_FASTMAX | {"window"}} | {"decay": False}
     config = replace(model.config, attention="softmax", every=0, parts=parts)
     softmax = GPT(config, partial(make_layer, layer=CachedLayer))
-    softmax.load_state_dict({name: x for name, x in model.state_dict().items() if "decay_proj" not in name})
+    weights = model.state_dict()
+    softmax.load_state_dict({name: weights[name] for name in softmax.state_dict()})
     weight = model.embedding.weight
     return prepared(softmax, weight.device, weight.dtype)
 

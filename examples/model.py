@@ -19,7 +19,8 @@ from fastmax.nn.self_attention_state import SelfAttentionState
 
 # Switches the parts of the layer off. Attention, normalised q and k, and rotary positions remain.
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
-OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
+OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}
+OF_FASTMAX |= {"input_gate", "kept_keys"}  # and those before are not of softmax
 LOGITS = 8192 * 50304  # at most this many in memory at a time in the loss: 1.5 GiB, and the same for their gradient
 
 
@@ -143,12 +144,14 @@ class GPT(nn.Module):
 
         Args:
             batch: number of sequences.
-            flush_interval, options: as in `FastmaxSelfAttention.init_state`. Softmax layers do not take `flush_interval`.
+            flush_interval, options: as in `FastmaxSelfAttention.init_state`. Softmax layers and those with `kept_keys` have no
+                buffer.
         """
-        of_fastmax = {"flush_interval": flush_interval}
+        layers = [block.attn for block in self.blocks]
+        buffers = [layer.attention == "fastmax" and layer.kept_keys == 0 for layer in layers]
         return [
-            block.attn.init_state(batch, **options, **({} if block.attn.attention == "softmax" else of_fastmax))
-            for block in self.blocks
+            layer.init_state(batch, **options, **({"flush_interval": flush_interval} if has_buffer else {}))
+            for layer, has_buffer in zip(layers, buffers, strict=True)
         ]
 
     def prefill(self, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[Tensor, list[SelfAttentionState]]:

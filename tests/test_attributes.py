@@ -39,6 +39,7 @@ BAD = {
     "qk_norm": (False, r"qk_norm .*got False .*q_norm and k_norm"),
     "rope": (False, r"rope .*got False .*rope_dim"),
     "decay": (False, r"decay .*got False .*decay_proj"),
+    "input_gate": (True, r"input_gate .*got True .*input_gate_proj"),
     "output_gate": (False, r"output_gate .*got False .*gate_proj"),
     "bias": (True, r"bias .*got True .*qkv_proj"),
     "norm_eps": (1e-3, r"norm_eps .*got 0\.001 .*eps"),
@@ -165,8 +166,27 @@ def test_parts_are_switched_off_by_none():
     for name in ("conv", "q_norm", "k_norm", "output_norm", "gate_proj", "decay_proj"):
         setattr(layer, name, None)
     assert not torch.equal(layer(x), before)
+    layer = make(input_gate=True)
+    before = layer(x)
+    layer.input_gate_proj = None
+    assert not torch.equal(layer(x), before)
     with pytest.raises(TypeError, match="gate_proj must be a module or None, got True"):
         layer.gate_proj = True
+
+
+def test_an_input_gate_needs_fastmax():
+    layer, x = make(input_gate=True), rows()
+    gate, before = layer.input_gate_proj, layer(x)
+    with pytest.raises(ValueError, match='input_gate_proj must be None before attention is set to "softmax", got Linear'):
+        layer.attention = "softmax"
+    assert torch.equal(layer(x), before)
+    layer.input_gate_proj = None
+    layer.attention = "softmax"
+    with pytest.raises(ValueError, match='input_gate_proj needs attention="fastmax", got Linear.* with "softmax"'):
+        layer.input_gate_proj = gate
+    layer.attention = "fastmax"
+    layer.input_gate_proj = gate
+    assert torch.equal(layer(x), before)
 
 
 def through_pickle(layer):

@@ -414,6 +414,8 @@ def check_refusals(group):
     eager = parallelize_module(make_layer({"use_custom_gradient": False}), mesh, ContextParallel())
     fixed = parallelize_module(make_layer({}), mesh, ContextParallel(contiguous_layout([N, 1])))
     zigzag = parallelize_module(make_layer({}), mesh, ContextParallel("zigzag"))
+    gated = make_layer({"input_gate": True})
+    gated.qkv_proj.register_forward_hook(lambda *_: pytest.fail("computed before it was refused"))
     x, q = torch.randn(1, 8, 32, dtype=torch.float64), torch.randn(1, 2, 8, 4, dtype=torch.float64)
     state = init_state(1, 2, 4, dtype=torch.float64)
     # Padding between the tokens of two ranks.
@@ -429,6 +431,8 @@ def check_refusals(group):
             lambda: ContextParallel("striped")._apply(make_layer({}), mesh),
             lambda: parallelize_module(nn.Linear(2, 2), mesh, ContextParallel()),
             lambda: ContextParallel(contiguous_layout([1, 1, 1]))._apply(make_layer({}), mesh),
+            lambda: in_context(lambda: gated(x)),
+            lambda: parallelize_module(gated, mesh, ContextParallel())(x),
             lambda: layer(x, layer.init_state(1)),
             lambda: layer.step_(x[:, :1], layer.init_state(1)),
             lambda: layer(x, attention_mask=gap),
@@ -451,6 +455,8 @@ def test_refuses_by_name():
         'layout must be "contiguous", "zigzag" or a Layout',
         "ContextParallel needs a FastmaxSelfAttention or FASTMultiHeadAttention, got Linear without one",
         "layout must be for the 2 ranks of the mesh, got one for 3",
+        "input_gate_proj must be None in a context parallel layer",
+        "input_gate_proj must be None in a context parallel layer",
         "state must be None in a context parallel layer",
         "state must be None in a context parallel layer",
         "attention_mask of a context parallel layer must have padding only on the left or on the right",

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fastmax
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -33,9 +35,11 @@ MODELS = [
     {"exact_window": 4},
     {"p": 1, "exact_window": 0, "conv": 0},
     {"every": 2, "exact_window": 4},
+    {"every": 2, "exact_window": 4, "input_gate": True},
+    {"every": 2, "exact_window": 4, "input_gate": True, "kept_keys": 3},
     {"attention": "softmax", "window": 5, "every": 2},
 ]
-NAMES = ["p2", "p1", "hybrid", "softmax"]
+NAMES = ["p2", "p1", "hybrid", "input gate", "kept keys", "softmax"]
 
 
 def test_hybrids_have_full_softmax_in_every_nth_layer():
@@ -46,6 +50,12 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert [layer.attention for layer in layers] == ["fastmax", "softmax", "fastmax", "softmax", "fastmax"]
     assert all(layer.conv.width == 3 and layer.longest_half_life == 128 for layer in layers)
     assert layers[0].options["exact_window"] == 8 and layers[0].options["temperature"] == 2.0
+    gated = tiny(every=2, input_gate=True).blocks
+    assert [block.attn.input_gate_proj is None for block in gated] == [False, True]
+    keeping = tiny(every=2, input_gate=True, kept_keys=3)
+    assert [block.attn.kept_keys for block in keeping.blocks] == [3, 0]
+    of_kept = keeping.init_states(1, flush_interval=4)  # neither layer has a buffer
+    assert of_kept[0].kept is not None and of_kept[0].attention.flush_interval == 1
     softmax = tiny(attention="softmax", window=5, every=2).blocks
     assert [block.attn.window for block in softmax] == [5, None]
     for every in (-1, 3):  # no layer would be softmax
@@ -229,7 +239,11 @@ def losses(out: Path) -> list[tuple[str, ...]]:
         return [tuple(row[name] for name in ("step", "tokens", "train", "val")) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("options", [["--packed", "--every", "2"], ["--bpe", "300"]], ids=["packed hybrid", "bpe"])
+@pytest.mark.parametrize(
+    "options",
+    [["--packed", "--every", "2", "--parts", "exact_window=4", "input_gate=true"], ["--bpe", "300"]],
+    ids=["packed hybrid", "bpe"],
+)
 def test_training_in_pieces_is_training_at_once(options, texts, tmp_path, monkeypatch, capsys):
     import train_lm
 
@@ -376,18 +390,30 @@ def test_prompts_in_chunks(monkeypatch):
 def test_softmax_with_the_same_weights_and_its_cache():
     import generate
 
-    model = tiny(exact_window=4, every=2)
+    model = tiny(exact_window=4, every=2, input_gate=True)
     softmax = generate.with_softmax(
         generate.load_model({"config": asdict(model.config), "model": model.state_dict()}, "cpu", torch.float64)
     )
     assert {block.attn.attention for block in softmax.blocks} == {"softmax"}
-    names = {name for name in model.state_dict() if "decay_proj" not in name}
+    names = {name for name in model.state_dict() if not ("decay_proj" in name or "input_gate_proj" in name)}
     assert softmax.state_dict().keys() == names
     assert all(softmax.state_dict()[name].equal(model.state_dict()[name]) for name in names)
     caches = [generate.cache_of_noise(state, 100) for state in softmax.init_states(3)]
     assert generate.mib(generate.in_place(caches, 0)) * 2**20 == pytest.approx(
         sum(state.recent.nbytes + state.positions.nbytes for state in caches) + 2 * 2 * 3 * 100 * 16 * 8
     )
+
+
+def test_config_of_a_converted_model():
+    """Its softmax layers had no input gates, whatever its parts say, so the converted layers have none."""
+    import convert_lm
+    from model import GPT
+
+    model = tiny(attention="softmax", input_gate=True)
+    fastmax.convert.swap(model, exact_window=4)
+    config = convert_lm.config_of(model, 0)
+    GPT(config).load_state_dict(model.state_dict())
+    assert config.attention == "fastmax" and config.parts["exact_window"] == 4
 
 
 def test_weights_in_bfloat16_keep_the_biases_of_decays():

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
 from benchmarks.learn import memories, variants
+from fastmax.nn import kept_keys
 
 SIZES = {"embed_dim": 16, "num_heads": 2}
 OPTIONS = {"exact_window": 4, "longest_half_life": 8.0}
@@ -50,6 +51,22 @@ def test_a_layer_without_its_idea_is_the_layer(layer, options):
     got = gradients(own, x)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_gates_and_kept_keys_are_those_of_the_layer(kept, monkeypatch):
+    monkeypatch.setattr(kept_keys, "_BLOCK", 6)
+    torch.manual_seed(0)
+    shipped = randomised(fastmax.FastmaxSelfAttention(**SIZES, **OPTIONS, input_gate=True, kept_keys=kept))
+    own = memories.KeptKeys(16, 2, kept=kept, block=6, fades=False, **OPTIONS) if kept else memories.InputGate(16, 2, **OPTIONS)
+    own.double().load_state_dict({name.replace("input_gate", "write"): x for name, x in shipped.state_dict().items()})
+    x = torch.randn(2, 24, 16, dtype=torch.float64)
+    torch.testing.assert_close(own(x), shipped(x))
+    got = gradients(own, x)
+    for name, gradient in gradients(shipped, x).items():
+        torch.testing.assert_close(
+            got[name.replace("input_gate", "write")], gradient, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 process."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ from torch.testing import assert_close
 
 from fastmax import FastmaxSelfAttention, FASTMultiHeadAttention
 from fastmax.distributed import ContextParallel, TensorParallel
+from fastmax.nn import kept_keys
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS = {
     "defaults": {"exact_window": 3},
     "grouped": {"num_kv_heads": 4, "exact_window": 0, "bias": True, "head_dim": 6, "p": 1},
     "wide values": {"num_kv_heads": 4, "exact_window": 5, "head_dim": 6, "value_dim": 10},
+    "input gate": {"exact_window": 3, "num_kv_heads": 4, "input_gate": True},
+    "kept keys": {"exact_window": 2, "num_kv_heads": 4, "input_gate": True, "kept_keys": 2},
     "softmax": {"attention": "softmax", "conv": 0, "output_gate": False},
 }
 
@@ -54,6 +58,7 @@ def compare(model: nn.Module, parallel: nn.Module, x: Tensor, ranks_x: Tensor | 
         assert_close(parameter.grad, whole(got[name].grad), **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@patch.object(kept_keys, "_BLOCK", 3)
 def check_layer(group, options):
     layer = make_layer(options)
     parallel = parallelize_module(copy.deepcopy(layer), mesh_of(group), TensorParallel())

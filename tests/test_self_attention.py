@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import FastmaxSelfAttention
+from fastmax.nn import kept_keys
 
-C, N = 24, 13
+C, N, BLOCK = 24, 13, 3
 FASTMAX = {"exact_window": 4}
 SOFTMAX = {"attention": "softmax"}
+GATED = FASTMAX | {"input_gate": True}
+KEPT = GATED | {"kept_keys": 2}
 OFF = {"qk_norm": False, "rope": False, "decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 OPTIONS = {
     "all": FASTMAX,
@@ -36,6 +40,16 @@ OPTIONS = {
     "token": FASTMAX | {"normalize": "token", "temperature": 0.5},
     "linear": FASTMAX | {"algorithm": "linear"},
     "autograd": FASTMAX | {"use_custom_gradient": False},
+    "input gate": GATED | {"num_kv_heads": 2},
+    "input gate, no exact_window": {"exact_window": 0, "input_gate": True},
+    "input gate alone": GATED | OFF,
+    "input gate, linear": GATED | {"algorithm": "linear", "p": 1},
+    "input gate, autograd": GATED | {"use_custom_gradient": False},
+    "kept keys": KEPT | {"num_kv_heads": 2},
+    "kept keys alone": KEPT | OFF,
+    "kept keys, token": KEPT | {"kept_keys": 3, "normalize": "token", "p": 1},
+    "kept keys, autograd": KEPT | {"use_custom_gradient": False, "value_dim": 11},
+    "all keys are kept": KEPT | {"kept_keys": 30, "exact_window": 1},
     "softmax": SOFTMAX,
     "softmax, nothing": SOFTMAX | OFF,
     "softmax, wide values": SOFTMAX | {"value_dim": 11, "num_kv_heads": 2},
@@ -43,8 +57,19 @@ OPTIONS = {
 }
 by_option = pytest.mark.parametrize("option", OPTIONS)
 by_attention = pytest.mark.parametrize(
-    "options", [FASTMAX, SOFTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "softmax", "window"]
+    "options",
+    [FASTMAX, GATED, KEPT, SOFTMAX, SOFTMAX | {"window": 4}],
+    ids=["fastmax", "input gate", "kept keys", "softmax", "window"],
 )
+by_graph = pytest.mark.parametrize(
+    "options", [FASTMAX, GATED, KEPT, SOFTMAX | {"window": 4}], ids=["fastmax", "input gate", "kept keys", "window"]
+)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that a few tokens are in several blocks of queries that share kept keys."""
+    monkeypatch.setattr(kept_keys, "_BLOCK", BLOCK)
 
 
 def make(dtype=torch.float64, **options) -> FastmaxSelfAttention:
@@ -80,6 +105,16 @@ def each_alone(layer, x, mask):
     return y
 
 
+def kept(gate, count, window):
+    """Returns which of n keys are kept for each query by gates (b, h, n), bool (b, h, n, n). Of equal ones the later is."""
+    b, h, n = gate.shape
+    is_kept = torch.zeros(b, h, n, n, dtype=torch.bool)
+    for i, j, query in product(range(b), range(h), range(n)):
+        far = range(max(0, query // BLOCK * BLOCK - window + 1))
+        is_kept[i, j, query, sorted(far, key=lambda key: (-gate[i, j, key].item(), -key))[:count]] = True
+    return is_kept
+
+
 def written_out(layer, x):
     """Computes the layer with the (n, n) matrix of weights."""
     n = x.shape[1]
@@ -110,6 +145,12 @@ def written_out(layer, x):
         log_decay = torch.sigmoid(layer.decay_proj(x)).log()  # (b, n, hk)
         sums = log_decay.cumsum(1).mT.repeat_interleave(h // hk, dim=1)
         weights = weights * (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp(max=0).exp()
+    if layer.input_gate_proj is not None:
+        gate = (8 * torch.tanh(layer.input_gate_proj(x) / 8)).exp()  # (b, n, hk)
+        gate = gate.mT.repeat_interleave(h // hk, dim=1).unsqueeze(-2)
+        weights = weights * torch.where(distance < layer.options["exact_window"], 1.0, gate)
+        is_kept = kept(gate.squeeze(-2).detach(), layer.kept_keys, layer.options["exact_window"])
+        weights = weights + torch.where(is_kept, s.exp() * gate, 0.0)
     weights = weights * seen
     o = (weights @ v) / weights.sum(-1, keepdim=True)
     o = rms(o.transpose(1, 2), layer.output_norm).flatten(2)
@@ -196,8 +237,8 @@ def test_future_changes_nothing(options):
 @by_attention
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_packed_sequences_are_those_one_by_one(options, padded):
-    layer, x, lengths = make(num_kv_heads=2, **options), tokens(1, 15).requires_grad_(), [6, 0, 1, 2, 6]
-    mask = torch.arange(15).expand(1, -1) % 4 != 1 if padded else None
+    layer, x, lengths = make(num_kv_heads=2, **options), tokens(1, 21).requires_grad_(), [6, 0, 1, 2, 12]
+    mask = torch.arange(21).expand(1, -1) % 4 != 1 if padded else None
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = layer(x, cu_seqlens=cu_seqlens, attention_mask=mask)
     masks = [None] * len(lengths) if mask is None else mask.split(lengths, dim=1)
@@ -253,7 +294,7 @@ def test_state_that_is_given_is_not_modified(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("option", ["all", "nothing", "p1"])
+@pytest.mark.parametrize("option", ["all", "nothing", "p1", "input gate", "input gate, no exact_window"])
 def test_in_place(option):
     layer, x = make(**OPTIONS[option]), tokens()
     y, state = in_pieces(layer, x[:, :6], [6])
@@ -263,7 +304,7 @@ def test_in_place(option):
     assert {name: tensor.data_ptr() for name, tensor in state.tensors().items()} == addresses
 
 
-@pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1"])
+@pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1", "input gate", "input gate, no exact_window"])
 @torch.no_grad()
 def test_in_place_with_buffered_tokens(option):
     """Calls of several tokens may come between steps in place, with tokens left in the buffer."""
@@ -342,7 +383,7 @@ def test_sizes_of_states():
 # ---- as a module
 
 
-@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
+@by_graph
 def test_compiles_into_one_graph(options, fresh_dynamo):
     layer, x = make(**options), tokens().requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -367,7 +408,7 @@ def test_compiled_code_computes_the_angles_once(fresh_dynamo):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
+@by_graph
 def test_compiles_with_a_state(options, fresh_dynamo):
     layer, x = make(**options), tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -400,9 +441,10 @@ def test_dtypes(options, dtype):
     assert y.dtype == dtype and relative(y.double(), exact) < limit and relative(layer(x).double(), exact) < limit
 
 
-def test_copies_of_the_layer():
-    layer, x = make(num_kv_heads=2, **FASTMAX), tokens()
-    other = FastmaxSelfAttention(C, 4, num_kv_heads=2, dtype=torch.float64, **FASTMAX)
+@pytest.mark.parametrize("options", [FASTMAX, GATED], ids=["fastmax", "input gate"])
+def test_copies_of_the_layer(options):
+    layer, x = make(num_kv_heads=2, **options), tokens()
+    other = FastmaxSelfAttention(C, 4, num_kv_heads=2, dtype=torch.float64, **options)
     other.load_state_dict(layer.state_dict())
     for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert all(map(torch.equal, twin.state_dict().values(), layer.state_dict().values()))
@@ -486,7 +528,8 @@ def test_kernels(options, dtype):
         expected = gradients(expected, x_exact, exact)
         of_layer = gradients(y, x, layer)
         if dtype == torch.bfloat16:
-            del of_layer["decay_proj.bias"]  # a sum over tokens that cancels
+            for name in ("decay_proj.bias", "input_gate_proj.bias"):  # sums over tokens that cancel
+                of_layer.pop(name, None)
         for name, gradient in of_layer.items():
             assert relative(gradient.cpu().double(), expected[name]) < limit, name
     y, _ = in_pieces(layer, x, [70, 1, 79])
@@ -494,10 +537,14 @@ def test_kernels(options, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("flush_interval", [1, 3])
+@pytest.mark.parametrize(
+    "options, flush_interval",
+    [(FASTMAX, 1), (FASTMAX, 3), (GATED, 1), (GATED, 3), (KEPT, 1)],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, dict) else str(x),
+)
 @torch.no_grad()
-def test_a_replayed_graph_advances_the_state(flush_interval):
-    layer = make(torch.float32, **FASTMAX).cuda()
+def test_a_replayed_graph_advances_the_state(options, flush_interval):
+    layer = make(torch.float32, **options).cuda()
     x = tokens(dtype=torch.float32).cuda()
     state, token = layer.init_state(2, flush_interval=flush_interval), x[:, :1].clone()
     graph, y = capture(lambda: layer.step_(token, state), warm_up=lambda: layer.step_(token, state.clone()))
@@ -528,6 +575,7 @@ def test_a_replayed_graph_advances_the_state(flush_interval):
         ({"rope_dim": 2, "rope": False}, ValueError, "rope_dim needs rope=True, got 2 with rope=False"),
         ({"attention": "linear"}, ValueError, 'attention must be "fastmax" or "softmax"'),
         ({"decay": 1}, TypeError, "decay must be a bool"),
+        ({"input_gate": 1}, TypeError, "input_gate must be a bool"),
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
         ({"longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens"),
         ({"norm_eps": -1e-6}, ValueError, "norm_eps must be > 0"),
@@ -548,6 +596,7 @@ def test_a_replayed_graph_advances_the_state(flush_interval):
         (SOFTMAX | {"algorithm": "linear"}, ValueError, "algorithm has no effect"),
         (SOFTMAX | {"normalize": False}, ValueError, "normalize has no effect"),
         (SOFTMAX | {"window": 0}, ValueError, "window must be at least 1"),
+        (SOFTMAX | {"input_gate": True}, ValueError, 'input_gate needs attention="fastmax", got True .* with "softmax"'),
     ],
 )
 def test_options_that_are_refused(options, error, message):

@@ -10,7 +10,7 @@ from itertools import accumulate
 import pytest
 import torch
 from common import in_turn, relative
-from test_self_attention import FASTMAX, SOFTMAX, C, gradients, make
+from test_self_attention import FASTMAX, GATED, KEPT, SOFTMAX, C, gradients, make, small_blocks  # noqa: F401
 from torch.utils import _pytree as pytree
 
 import fastmax
@@ -24,6 +24,9 @@ LAYERS = {
     "no window": {"exact_window": 0},
     "no decay": FASTMAX | {"decay": False},
     "no conv": FASTMAX | {"conv": 0},
+    "input gate": GATED | {"num_kv_heads": 2},
+    "input gate, no window": {"exact_window": 0, "input_gate": True},
+    "kept keys": KEPT | {"num_kv_heads": 2},
     "softmax": SOFTMAX | {"num_kv_heads": 2},
     "softmax, no decay, no conv": SOFTMAX | {"decay": False, "conv": 0},
     "softmax, window": SOFTMAX | {"window": 4},
@@ -82,6 +85,8 @@ def test_padded_sequences_continue_as_each_alone(steps, side, options):
     softmax = "attention" in options
     if softmax and steps != "step":
         pytest.skip("the state of a softmax layer grows")
+    if "kept_keys" in options and "buffers" in steps:
+        pytest.skip("a layer with kept keys refuses a buffer")
     layer = make(**options)
     state = layer.init_state(4, **({"flush_interval": 3} if "buffers" in steps else {}))
     sequences = Sequences(4)
@@ -241,8 +246,8 @@ def test_gradients_through_packed_states(options):
 def test_prompts_that_were_read_apart_go_on_together(flush_interval, options):
     """The joined states have different numbers of buffered tokens."""
     softmax = "attention" in options
-    if softmax and flush_interval > 1:
-        pytest.skip("flush_interval is of fastmax")
+    if (softmax or "kept_keys" in options) and flush_interval > 1:
+        pytest.skip("a layer with kept keys or softmax refuses a buffer")
     layer, sequences, states = make(**options), Sequences(4), []
     for i, (lengths, batch) in enumerate([((2, 1, 1), 1), ((9, 1), 2), ((1, 1), 1)]):
         state = layer.init_state(batch, **({} if softmax else {"flush_interval": flush_interval}))

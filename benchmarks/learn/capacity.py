@@ -23,7 +23,7 @@ from benchmarks.learn import memories
 from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from fastmax import eager
-from fastmax.nn.decay_gate import biases_of_half_lives
+from fastmax.nn.gates import biases_of_half_lives
 
 SPREAD = 2.0
 WINDOW = 128

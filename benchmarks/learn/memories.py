@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastmax
 from fastmax import eager
-from fastmax.nn.decay_gate import biases_of_half_lives
+from fastmax.nn.gates import biases_of_half_lives
 from fastmax.nn.rotary import Rotation
 
 DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU

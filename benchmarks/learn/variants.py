@@ -19,6 +19,7 @@ from benchmarks.learn.examples import model
 SAME_SIZE = 0.02
 SLOW = {"longest_half_life": 65536.0}
 STEADY = {"longest_half_life": 2.0**24}
+KEPT = {"input_gate": True, "kept_keys": 256}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -136,6 +137,8 @@ VARIANTS = {
         wide=True,
         layers={"fastmax": partial(memories.KeptKeys, block=256)},
     ),
+    "kept_keys": Variant("p = 2, all parts, 256 kept keys", parts=KEPT),
+    "kept_keys_wide": Variant("p = 2, all parts, 256 kept keys, half as many heads", parts=KEPT, wide=True),
     "kept_alone": Variant(
         "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
     ),

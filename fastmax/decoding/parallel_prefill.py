@@ -61,62 +61,76 @@ def prefill(
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
     tokens = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     if attention_mask is None:
-        return _continued(q, tokens, state, cu_seqlens)
+        return _without_lse(_continued(q, tokens, state, cu_seqlens))
     if state.exact_window == 0 and state.positions is None:  # sums do not depend on positions
-        return _continued(q, tokens.without_masked_decays(), state, cu_seqlens)
+        return _without_lse(_continued(q, tokens.without_masked_decays(), state, cu_seqlens))
     order = RealFirst.of(attention_mask, cu_seqlens)
     decays, gates = (None if x is None else order.first(x, 2) for x in (tokens.decays, tokens.gates))
     tokens = Tokens(order.first(k, 2), order.first(v, 2), order.mask, decays, gates).without_masked_decays()
-    o, after = _continued(order.first(q, 2), tokens, state, cu_seqlens, order.count)
+    o, _, after = _continued(order.first(q, 2), tokens, state, cu_seqlens, order.count)
     return order.back(o, 2), after
 
 
-def prefill_real_first(
+def prefill_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     state: DecodeState,
-    order: RealFirst,
+    order: RealFirst | None,
     *,
     log_decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, DecodeState]:
-    """Computes `prefill` of tokens that are already in the order of `RealFirst`."""
-    q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, None, cu_seqlens)
+    log_input_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, DecodeState]:
+    """Computes `prefill`. With an `order`, the tokens are already in it.
+
+    Returns:
+        The output, the log of the sums of weights (b, h, n), None without an exact window, and the state after the tokens.
+    """
+    mask, count = (None, None) if order is None else (order.mask, order.count)
+    q, k, v = check_tokens(q, k, v, state, mask, log_decay, log_input_gate, cu_seqlens)
     if q.shape[2] == 0:
-        return eager.empty_like_layout(q, v.shape[3]), state.clone()
-    return _continued(q, Tokens(k, v, order.mask, log_decay, None).without_masked_decays(), state, cu_seqlens, order.count)
+        return eager.empty_like_layout(q, v.shape[3]), state.k_sum.new_empty(q.shape[:3]), state.clone()
+    tokens = Tokens.of(k, v, mask, log_decay, log_input_gate).without_masked_decays()
+    return _continued(q, tokens, state, cu_seqlens, count)
 
 
 def _continued(
     q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor | None, count: Tensor | None = None
-) -> tuple[Tensor, DecodeState]:
-    """Returns the output and the state after the tokens, of which masked ones have no decay.
+) -> tuple[Tensor, Tensor | None, DecodeState]:
+    """Returns the results of `prefill_with_lse`. Masked tokens have no decay.
 
     With `count`, only the first `count` tokens of each sequence are real.
     """
     with ops.without_autocast(q):
         before = flushed(state if tokens.gates is None else state.with_gates())
         if cu_seqlens is None:
-            o, after = _prefill(q, tokens, before, count)
+            o, lse, after = _prefill(q, tokens, before, count)
         else:
-            o, after = prefill_packed(q, tokens, before, cu_seqlens, _prefill, count)
-        return o, with_buffer(after, state.flush_interval)
+            o, lse, after = prefill_packed(q, tokens, before, cu_seqlens, _prefill, count)
+        return o, lse, with_buffer(after, state.flush_interval)
 
 
-def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
-    """Returns the output of n tokens and the state after them, for a state without a buffer.
+def _without_lse(results: tuple[Tensor, Tensor | None, DecodeState]) -> tuple[Tensor, DecodeState]:
+    o, _, after = results
+    return o, after
+
+
+def _prefill(
+    q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, DecodeState]:
+    """Returns the results of `prefill_with_lse`, for a state without a buffer.
 
     With `count` (b,), only the first `count` tokens of a row are real; the others are masked and have no decay.
     """
-    n = q.shape[2]
+    n, lse = q.shape[2], None
     q, k = prepare_after(q, tokens.keys, state, use_custom_gradient=True)
     tokens = tokens._replace(keys=k)
     if state.exact_window > 0:
-        o, kv_state, k_sum, tokens = prefill_window(q, joined(state, tokens), state, count)
+        o, lse, kv_state, k_sum, tokens = prefill_window(q, joined(state, tokens), state, count)
     else:
         tokens = tokens.without_masked()
         call = Call(state.score, causal=True, attention_mask=tokens.mask)
         call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True, log_input_gate=tokens.gates)
         o, _, kv_state, k_sum = ops.prefill(q, tokens.keys, tokens.values, call, state.kv_state, state.k_sum)
-    return o, advanced(state, n, kv_state, k_sum, tokens, count)
+    return o, lse, advanced(state, n, kv_state, k_sum, tokens, count)

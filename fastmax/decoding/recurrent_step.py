@@ -49,18 +49,39 @@ def step(
     Under autocast, q, k and v are cast to the state's dtype unless they are float64, and the output has that dtype. Nothing
     else is rounded: tokens in the state's dtype give the same numbers as without autocast.
     """
+    options = {"attention_mask": attention_mask, "log_decay": log_decay, "log_input_gate": log_input_gate}
+    o, _, after = step_with_lse(q, k, v, state, **options)
+    return o, after
+
+
+def step_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    *,
+    attention_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, DecodeState]:
+    """Computes `step`.
+
+    Returns:
+        The output, the log of the sums of weights (b, h, 1), and the new state. The log is None without an exact window and
+        for a state with a buffer.
+    """
     q, k, v = check_token(q, k, v, state, attention_mask, log_decay, log_input_gate)
     token = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     with ops.without_autocast(q):
         if state.flush_interval == 1 or eager.differentiating(q, *token, *state.tensors().values()):
-            o, after = _step(q, token, flushed(state))
-            return o, with_buffer(after, state.flush_interval)
+            o, lse, after = _step(q, token, flushed(state))
+            return o, lse if state.flush_interval == 1 else None, with_buffer(after, state.flush_interval)
         state = state.clone()
-        return _buffered_step_(q, token, state), state
+        return _buffered_step_(q, token, state), None, state
 
 
-def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, DecodeState]:
-    """Returns the output of one token, and the new state, for a state without a buffer."""
+def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, Tensor | None, DecodeState]:
+    """Returns the results of `step_with_lse` for a state without a buffer."""
     q, k = _prepare_token(q, tokens.keys, state)
     mask = tokens.mask
     state = state if tokens.gates is None else state.with_gates()
@@ -68,10 +89,11 @@ def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, Decode
     o, kv_state, k_sum = ops.decode_step(
         q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, token.gates, state.score
     )
+    lse = None
     if state.exact_window > 0:
-        o = _with_local_keys(q, o, k_sum, tokens, state)
+        o, lse = _with_local_keys(q, o, k_sum, tokens, state)
         tokens = tokens.last(1, state.exact_window, _count(mask))
-    return o, advanced(state, 1, kv_state, k_sum, tokens, _count(mask))
+    return o, lse, advanced(state, 1, kv_state, k_sum, tokens, _count(mask))
 
 
 def step_(
@@ -106,6 +128,21 @@ def step_(
             made in inference mode, which has ended, and has an exact window or positions. Or a CUDA graph is captured, and the
             state has no `local_gates` yet.
     """
+    options = {"attention_mask": attention_mask, "log_decay": log_decay, "log_input_gate": log_input_gate}
+    return step_with_lse_(q, k, v, state, **options)[0]
+
+
+def step_with_lse_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    *,
+    attention_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes `step_`. Returns the output, and the log of the sums of weights as `step_with_lse`."""
     q, k, v = check_token(q, k, v, state, attention_mask, log_decay, log_input_gate)
     given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "log_input_gate": log_input_gate}
     check_memory({name: x for name, x in given.items() if x is not None}, state)
@@ -115,8 +152,9 @@ def step_(
     token = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     with ops.without_autocast(q):
         if state.flush_interval > 1:
-            return _buffered_step_(q, token, state)
+            return _buffered_step_(q, token, state), None
         q, k = _prepare_token(q, k, state)
+        lse = None
         if state.exact_window > 0:
             ops.refuse_to_record(q, *token, *state.tensors().values())
             _add_gates_(state, q, token)
@@ -125,13 +163,13 @@ def step_(
             q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, token.gates, state.score
         )
         if state.exact_window > 0:
-            o = _with_local_keys(q, o, state.k_sum, tokens, state)
+            o, lse = _with_local_keys(q, o, state.k_sum, tokens, state)
             last = tokens.last(1, state.exact_window, _count(attention_mask))
             for x, new in zip(local_tokens(state), last, strict=True):
                 if x is not None:
                     x.copy_(new)
     _count_token_(state, attention_mask)
-    return o
+    return o, lse
 
 
 def _buffered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
@@ -191,8 +229,8 @@ def _tokens_of_step(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
     return tokens, leaving
 
 
-def _with_local_keys(q: Tensor, o: Tensor, k_sum: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
-    """Returns the output with the keys of the window included.
+def _with_local_keys(q: Tensor, o: Tensor, k_sum: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, Tensor]:
+    """Returns the output and the log of the sums of weights, with the keys of the window included.
 
     `o` and `k_sum` are results of the step that added the first of the tokens to the sums.
     """

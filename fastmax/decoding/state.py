@@ -33,7 +33,7 @@ class DecodeState(BatchState):
     (b, hk, W, dv), `local_mask` (b, W) and `local_decays` (b, hk, W) hold the last W tokens, oldest first. Keys and values are
     in the dtype of q, k and v; log_decay is in the dtype of the sums. The mask is False for masked tokens and for unused
     places. `local_gates` (b, hk, W), also in the dtype of the sums, holds their log_input_gate. It is None until the first call
-    with gates; earlier tokens then have gates of 0.
+    with gates or `with_gates`; earlier tokens then have gates of 0.
 
     With `flush_interval` = T above 1, a buffer of up to T tokens precedes the last W. `step_` appends each new token. Once T
     tokens are buffered, it adds the oldest T to the sums together. The `local_` tensors have W + T places, and `local_mask` is

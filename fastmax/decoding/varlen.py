@@ -19,8 +19,8 @@ from fastmax.decoding.state import DecodeState
 from fastmax.decoding.window import Tokens
 
 _SHORTEST = 64  # tokens of a block: shorter blocks would save padding, but their number costs more
-# Takes q, tokens, state and the number of real tokens; returns the output and the new state.
-Prefill = Callable[[Tensor, Tokens, DecodeState, Tensor], tuple[Tensor, DecodeState]]
+# Takes q, tokens, state and the number of real tokens; returns the output, the log of the sums of weights and the new state.
+Prefill = Callable[[Tensor, Tokens, DecodeState, Tensor], tuple[Tensor, Tensor | None, DecodeState]]
 
 
 class Blocks(NamedTuple):
@@ -30,46 +30,55 @@ class Blocks(NamedTuple):
     count: Tensor  # (blocks,): number of real tokens, which come first; 0 for blocks that are not needed
     token: Tensor  # (blocks, length): index of the token at each place; any index for padding
     place: Tensor  # (n,): index of each token among the places of all blocks
+    begin: Tensor  # (blocks,): position of the block's first token in its sequence
 
 
-def blocks_of(cu_seqlens: Tensor, n: int, real: Tensor | None = None) -> Blocks:
-    """Returns blocks of about the mean length of the sequences, at least `_SHORTEST`.
+def blocks_of(cu_seqlens: Tensor, n: int, real: Tensor | None = None, length: int | None = None) -> Blocks:
+    """Returns blocks of `length` tokens. None: about the mean length of the sequences, at least `_SHORTEST`.
 
     There are at most twice as many blocks as sequences and, unless sequences are short, twice as many places as tokens. With
     `real` (s,), only the first `real` tokens of each sequence are real.
     """
     sequences = cu_seqlens.shape[0] - 1
-    length = max(_SHORTEST, -(-n // sequences))
+    length = max(_SHORTEST, -(-n // sequences)) if length is None else length
     cu_seqlens = cu_seqlens.long()
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     last = ((end - begin + length - 1) // length).cumsum(0)  # number of blocks up to the end of each sequence
     first = last - (end - begin + length - 1) // length
     block = torch.arange(min(n, n // length + sequences), device=cu_seqlens.device)
     sequence = torch.searchsorted(last, block, right=True).clamp(max=sequences - 1)
-    start = begin[sequence] + (block - first[sequence]) * length
+    before = (block - first[sequence]) * length
+    start = begin[sequence] + before
     stop = end if real is None else begin + real
     count = (stop[sequence] - start).clamp(0, length)
     token = (start.unsqueeze(-1) + torch.arange(length, device=cu_seqlens.device)).clamp(0, n - 1)
     at = torch.arange(n, device=cu_seqlens.device)
     of_token = torch.searchsorted(end, at, right=True).clamp(max=sequences - 1)
     place = first[of_token] * length + at - begin[of_token]
-    return Blocks(sequence, count, token, place.clamp(0, token.numel() - 1))  # invalid cu_seqlens must not index other memory
+    place = place.clamp(0, token.numel() - 1)  # invalid cu_seqlens must not index other memory
+    return Blocks(sequence, count, token, place, before)
 
 
 def prefill_packed(
     q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor, prefill: Prefill, real: Tensor | None = None
-) -> tuple[Tensor, DecodeState]:
-    """Returns the output (1, h, n, dv), and the state after each sequence; `real` as in `blocks_of`."""
+) -> tuple[Tensor, Tensor | None, DecodeState]:
+    """Returns what `prefill` does, for the packed tokens and with the state after each sequence; `real` as in `blocks_of`."""
     n = q.shape[2]
     blocks, outputs, after = blocks_of(cu_seqlens, n, real), [], state.clone()
+    lses: list[Tensor | None] = []
     write = Tensor.index_copy if eager.is_transformed() else Tensor.index_copy_
     for sequence, count, token in zip(*(x.split(1) for x in blocks[:3]), strict=True):
         part = _Part(token.squeeze(0), count)
-        o, entry = prefill(part(q, 2), part.of(tokens), after.select(sequence), count)
+        o, lse, entry = prefill(part(q, 2), part.of(tokens), after.select(sequence), count)
         outputs.append(o)
+        lses.append(lse)
         after = replace(after, **{name: write(x, 0, sequence, getattr(entry, name)) for name, x in after.tensors().items()})
-    o = torch.cat(outputs, dim=2).index_select(2, blocks.place)
-    return o, replace(after, tokens=state.tokens + n)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, dim=2).index_select(2, blocks.place)
+
+    given = [x for x in lses if x is not None]
+    return joined(outputs), joined(given) if given else None, replace(after, tokens=state.tokens + n)
 
 
 class _Part:

@@ -91,8 +91,8 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
 
 def prefill(
     q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tokens]:
-    """Returns the output of n queries, the new kv_state and k_sum, and the new local tokens.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tokens]:
+    """Returns the output of n queries, the log of their sums of weights, the new kv_state and k_sum, and the new local tokens.
 
     `tokens` are those of `joined`. With `count` (b,), only the first `count` of the n tokens are real, and the outputs of the
     others are undefined.
@@ -107,12 +107,14 @@ def prefill(
         decays = torch.where(leaves.unsqueeze(1), call.log_decay, 0.0)
         call = call._replace(attention_mask=leaving.mask & leaves, log_decay=decays)
     o, z, kv_state, k_sum = ops.prefill(q, leaving.keys, leaving.values, call, state.kv_state, state.k_sum)
-    o = with_local_keys(q, o, log_of_sums(z), between, tokens, state)
-    return o, kv_state, k_sum, tokens.last(n, window, count)
+    o, lse = with_local_keys(q, o, log_of_sums(z), between, tokens, state)
+    return o, lse, kv_state, k_sum, tokens.last(n, window, count)
 
 
-def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
-    """Returns the output over the keys of the window and all earlier keys.
+def with_local_keys(
+    q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState
+) -> tuple[Tensor, Tensor]:
+    """Returns the output over the keys of the window and all earlier keys, and the log of the sums of their weights.
 
     Args:
         q: queries at the positions of the last of the tokens.
@@ -136,7 +138,7 @@ def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: 
     # Without earlier keys, or if they are fully decayed, o and the decays may be NaN and must not count.
     unseen = (lse == -torch.inf) | (between == -torch.inf)
     o, lse = torch.where(unseen.unsqueeze(-1), 0.0, o), torch.where(unseen, -torch.inf, lse + between)
-    return merge_attention(*zip(local, (o, lse), strict=True))[0]
+    return merge_attention(*zip(local, (o, lse), strict=True))
 
 
 def advanced(

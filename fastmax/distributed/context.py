@@ -263,7 +263,7 @@ class ContextParallel(ParallelStyle):
     Each rank passes its local tokens x (b, n, embed_dim) and gets their outputs. Positions, convolutions, decays and windows
     extend across ranks. `cu_seqlens` covers the whole sequence and is the same on all ranks. `attention_mask` covers the local
     tokens; padding must be on the left or right of a sequence. All ranks must run the forwards and backwards in the same
-    order. Decoding states are not supported.
+    order. Decoding states and layers with `input_gate` are not supported.
 
     The weight gradients of a rank are those of its local tokens. Sum them over ranks if the loss is a sum over tokens, or is
     divided by the number of tokens of all ranks.

@@ -15,8 +15,8 @@ class TensorParallel(ParallelStyle):
 
         parallelize_module(model, mesh, {"blocks.*.attn": TensorParallel()})
 
-    Weights become DTensors of unchanged shape, so checkpoints stay compatible. The weights of the gate, the decays and the
-    output are sharded by head. Those of q, k and v, which are one matrix, and of the convolution are sharded evenly and
+    Weights become DTensors of unchanged shape, so checkpoints stay compatible. The weights of the gates and the output are
+    sharded by head. Those of q, k and v, which are one matrix, and of the convolution are sharded evenly and
     all-gathered in each forward; a rank then uses the rows of its heads. Each forward has one all-reduce, of the output, and
     each backward one, of the gradient of x. `init_state` returns the state of the local heads.
 

@@ -238,12 +238,9 @@ def attend_packed(
     n = q.shape[2]
     if n == 0:
         return q, cache.map(torch.clone)
-    longest = max(1, int(packed.count.max()))
-    token = (packed.begin.unsqueeze(-1) + torch.arange(longest, device=q.device)).clamp(0, n - 1)  # (s, longest)
-    q, k, v, log_decay = (None if x is None else x[0][:, token].transpose(0, 1) for x in (q, k, v, log_decay))
+    q, k, v, log_decay = packed.rows(q, k, v, log_decay)
     if log_decay is not None:  # no decay at padding
-        there = torch.arange(longest, device=q.device) < packed.count.unsqueeze(-1)
+        there = torch.arange(log_decay.shape[2], device=log_decay.device) < packed.count.unsqueeze(-1)
         log_decay = torch.where(there.unsqueeze(1), log_decay, 0.0)
     o, cache = attend(q, k, v, cache, count=packed.count, log_decay=log_decay, **options)
-    o = o[packed.sequence, :, packed.place.clamp(0, longest - 1)]  # (n, h, d)
-    return o.transpose(0, 1).unsqueeze(0), cache
+    return packed.packed(o), cache

@@ -13,27 +13,32 @@ from torch import Tensor, nn
 from fastmax import decoding, eager, ops
 from fastmax.core import validation
 from fastmax.decoding import DecodeState
-from fastmax.decoding.parallel_prefill import prefill_real_first
+from fastmax.decoding.parallel_prefill import prefill_with_lse
+from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.functional import fastmax_attention, flash_attention
-from fastmax.nn import key_value_cache
-from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
+from fastmax.nn import kept_keys, key_value_cache
+from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of, log_input_gate_of
+from fastmax.nn.kept_keys import KeptKeys, KeptOptions
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_state import SelfAttentionState
 from fastmax.nn.short_convolution import ShortConvolution
+from fastmax.ops.merge import merge_attention
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.padding import PackedPlaces, RealFirst
 from fastmax.prepare.sharded_dispatch import ParallelContext
+from fastmax.prepare.tensors import cast_for_autocast, prepare_queries_and_keys
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
-_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
+_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "input_gate_proj", "conv", "q_norm", "k_norm", "output_norm")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim")
 _MADE_BY = {  # arguments of the constructor that are not attributes, and the attributes that they determine
     "qk_norm": "q_norm and k_norm (None: off)",
     "rope": "rope_dim (0: off)",
     "decay": "decay_proj (None: off)",
+    "input_gate": "input_gate_proj (None: off)",
     "output_gate": "gate_proj (None: off)",
     "bias": "the biases of qkv_proj, gate_proj and out_proj",
     "norm_eps": "the eps of q_norm, k_norm and output_norm",
@@ -58,7 +63,9 @@ class _Option:
             raise ValueError(f'{self.name} has no effect with attention="softmax", got {validation.describe(value)}')
         options = layer.options | {self.name: value}
         coefficients = tuple(options.pop(name) for name in ("a0", "a1", "a2"))
-        layer.options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
+        options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
+        _check_kept_keys(layer.kept_keys, layer.attention, layer.input_gate_proj is not None, options)
+        layer.options = options
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -71,6 +78,13 @@ class FastmaxSelfAttention(nn.Module):
         log_decay = logsigmoid(x @ W_decay + b_decay)
         o = fastmax_attention(q, k, v, causal=True, log_decay=log_decay, exact_window=128, temperature=sqrt(head_dim))
         y = (rms_norm(o) * silu(x @ W_gate)) @ W_out
+
+    With `input_gate=True`, `fastmax_attention` also takes
+
+        log_input_gate = 8 tanh((x @ W_input + b_input) / 8)
+
+    With `kept_keys=K`, queries also give the K keys beyond the window with the largest log_input_gate so far the weight
+    exp(s + log_input_gate), without decay. Queries of a block of 256 share them; `fastmax.nn.kept_keys` has the definition.
 
     For a new model, set `longest_half_life` to the context length and keep the other defaults. Every other option switches a
     part off or tunes it; docs/parameters.md has measurements.
@@ -97,6 +111,12 @@ class FastmaxSelfAttention(nn.Module):
         longest_half_life: half-life of the slowest head at initialisation, in tokens: the weight of a key halves after so many
             tokens. At least 4. The half-lives of the heads are spaced geometrically from 4 to this value. Set it to the
             context length.
+        input_gate: learn an input gate for each key/value head, an addition of this library. The weight of a key beyond the
+            exact window is multiplied by `exp(log_input_gate)` of its token, between exp(-8) and exp(8), and 1 at first. Only
+            with `attention="fastmax"`.
+        kept_keys: number of keys beyond the exact window, in each key/value head, that are also weighted by exp(s). 0: none.
+            The input gates choose them, so it needs `input_gate=True` and an exact window. The state for generation holds
+            them and the last `exact_window + 255` keys.
         exact_window: number of most recent keys, the token's own included, that are weighted by exp(s) as in softmax; the
             polynomial weights the keys before them. None: 128. 0: the polynomial weights all keys. A wider window learns more
             and costs more. With softmax attention only None and 0 are accepted.
@@ -115,7 +135,8 @@ class FastmaxSelfAttention(nn.Module):
         a0, a1, a2: coefficients of the polynomial `a0 + a1 s + a2 s^2`. The default is the Taylor expansion of exp.
         use_custom_gradient: True for the analytic backward of attention and of the parts around it, False for autograd of
             PyTorch operations. Both give the same gradients; autograd also supports second derivatives and forward mode.
-        bias: add biases to the projections of q, k and v, of the output gate and of the output. The decay gate always has one.
+        bias: add biases to the projections of q, k and v, of the output gate and of the output. Decay and input gates always
+            have one.
         norm_eps: added to the mean squares in RMS norms.
         device, dtype: of the weights.
 
@@ -123,12 +144,13 @@ class FastmaxSelfAttention(nn.Module):
         TypeError, ValueError: an argument is invalid, or has no effect with the other arguments. The message names the
             argument, its value and the accepted values.
 
-    The modules `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None if switched off.
+    The modules `q_norm`, `k_norm`, `decay_proj`, `input_gate_proj`, `output_norm`, `conv` and `gate_proj` are None if switched
+    off.
 
     These options are also attributes: `exact_window`, `p`, `temperature`, `normalize`, `algorithm`, `a0`, `a1`, `a2`, `window`,
-    `rope_dim`, `rope_base` and `use_custom_gradient`. A new value is checked as in the constructor, takes effect in the next
-    call and does not change other options. `temperature = None` and `normalize = None` restore the default for the current
-    values of the other options.
+    `rope_dim`, `rope_base`, `kept_keys` and `use_custom_gradient`. A new value is checked as in the constructor, takes effect
+    in the next call and does not change other options. `temperature = None` and `normalize = None` restore the default for the
+    current values of the other options.
     """
 
     exact_window, p, temperature, normalize, algorithm = _Option(), _Option(), _Option(), _Option(), _Option()
@@ -149,6 +171,8 @@ class FastmaxSelfAttention(nn.Module):
         rope_base: float = 10000.0,
         decay: bool = True,
         longest_half_life: float = 1024.0,
+        input_gate: bool = False,
+        kept_keys: int = 0,
         exact_window: int | None = None,
         window: int | None = None,
         output_norm: bool = True,
@@ -184,7 +208,8 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         _check_attention(attention)
         switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
-        for name, switch in (switches | {"use_custom_gradient": use_custom_gradient, "bias": bias}).items():
+        switches |= {"input_gate": input_gate, "use_custom_gradient": use_custom_gradient, "bias": bias}
+        for name, switch in switches.items():
             validation.check_bool(name, switch)
         validation.check_positive("rope_base", rope_base)
         _check_half_life(longest_half_life)
@@ -197,7 +222,7 @@ class FastmaxSelfAttention(nn.Module):
         self.attention, self.use_custom_gradient = attention, use_custom_gradient
         self.rope_dim, self.rope_base = rope_dim, float(rope_base)
         self.longest_half_life = float(longest_half_life)
-        self.window = window
+        self.window, self.kept_keys = window, kept_keys
         self.context = None  # set by `fastmax.distributed.ContextParallel`
         of_fastmax: dict[str, Any] = {
             "exact_window": exact_window,
@@ -209,6 +234,8 @@ class FastmaxSelfAttention(nn.Module):
         }
         if attention == "softmax":
             _refuse_options_of_fastmax(**of_fastmax)
+            if input_gate:
+                _refuse_input_gate("input_gate", input_gate)
             if window is not None:
                 validation.check_count("window", window)
             self.options = {}
@@ -216,6 +243,7 @@ class FastmaxSelfAttention(nn.Module):
             if window is not None:
                 _refuse_window(window)
             self.options = options_of_fastmax(head_dim, **of_fastmax)
+        _check_kept_keys(kept_keys, attention, input_gate, self.options)
 
         if dtype is not None:
             validation.check_dtype("dtype", dtype)
@@ -225,6 +253,7 @@ class FastmaxSelfAttention(nn.Module):
         self.out_proj = nn.Linear(output_channels, embed_dim, bias, **made)
         self.gate_proj = nn.Linear(embed_dim, output_channels, bias, **made) if output_gate else None
         self.decay_proj = nn.Linear(embed_dim, num_kv_heads, **made) if decay else None
+        self.input_gate_proj = _undrawn_linear(embed_dim, num_kv_heads, self.qkv_proj.weight) if input_gate else None
         self.conv = ShortConvolution(channels, conv, **made) if conv > 1 else None
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
         self.output_norm = nn.RMSNorm(value_dim, norm_eps, **made) if output_norm else None
@@ -254,6 +283,12 @@ class FastmaxSelfAttention(nn.Module):
             raise TypeError(f"context must be None or a fastmax.distributed.Context, got {validation.describe(value)}")
         if name in _PARTS and value is not None and not isinstance(value, nn.Module):
             raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
+        if name == "input_gate_proj" and value is not None and self.attention == "softmax":
+            _refuse_input_gate(name, value)
+        if name == "input_gate_proj" and name in self._modules:
+            _check_kept_keys(self.kept_keys, self.attention, value is not None, self.options)
+        if name == "kept_keys":
+            _check_kept_keys(value, self.attention, self.input_gate_proj is not None, self.options)
         if name == "window" and value is not None:
             if self.attention != "softmax":
                 _refuse_window(value)
@@ -264,6 +299,9 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError('attention must stay "softmax" in a softmax layer, got "fastmax": use fastmax.convert.swap')
             if value == "fastmax" and self.window is not None:
                 raise ValueError(f'window must be None before attention is set to "fastmax", got {self.window}')
+            if value == "softmax" and self.input_gate_proj is not None:
+                got = validation.describe(self.input_gate_proj)
+                raise ValueError(f'input_gate_proj must be None before attention is set to "softmax", got {got}')
         if name == "rope_dim":
             validation.check_count("rope_dim", value, least=0)
             if value > 0:
@@ -281,7 +319,7 @@ class FastmaxSelfAttention(nn.Module):
         Projections are drawn from a normal distribution of standard deviation 0.02, as in GPT-2, and their biases are 0. The
         convolution is the identity. The scales of norms are 1. The weights of the decay gate are 0, so decays do not depend on
         x at first. Its biases give half-lives spaced geometrically from 4 tokens to `longest_half_life`, one per key/value
-        head; a single head has `longest_half_life`.
+        head; a single head has `longest_half_life`. The weights and biases of the input gate are 0: it multiplies by 1.
         """
         for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
             if proj is not None:
@@ -295,6 +333,9 @@ class FastmaxSelfAttention(nn.Module):
             nn.init.zeros_(self.decay_proj.weight)
             with torch.no_grad():
                 self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
+        if self.input_gate_proj is not None:
+            nn.init.zeros_(self.input_gate_proj.weight)
+            nn.init.zeros_(self.input_gate_proj.bias)
 
     def init_state(
         self,
@@ -314,7 +355,7 @@ class FastmaxSelfAttention(nn.Module):
                 `fastmax.decoding.init_state`. 1: no buffer.
 
         Raises:
-            TypeError, ValueError: an argument is invalid; `flush_interval` is above 1 in a softmax layer.
+            TypeError, ValueError: an argument is invalid; `flush_interval` is above 1 in a softmax layer or with `kept_keys`.
         """
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
@@ -329,11 +370,19 @@ class FastmaxSelfAttention(nn.Module):
             state = KeyValueCache.empty(*sizes, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
+            if self.kept_keys > 0 and flush_interval != 1:
+                validation.check_count("flush_interval", flush_interval)
+                raise ValueError(f"flush_interval must be 1 with kept_keys, got {flush_interval} with {self.kept_keys}")
             state = decoding.init_state(*sizes, dtype=dtype, device=device, **options)
+            if self.input_gate_proj is not None:
+                state = state.with_gates()  # a CUDA graph of `step_` cannot add them
         recent = None
         if self.conv is not None:
             recent = torch.zeros(batch, self.conv.width - 1, sum(self.widths), dtype=dtype, device=device)
-        return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device))
+        kept = None
+        if self.kept_keys > 0:
+            kept = KeptKeys.empty(*sizes, dtype, device, self.kept_keys, self.options["exact_window"])
+        return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device), kept)
 
     def forward(
         self,
@@ -351,7 +400,8 @@ class FastmaxSelfAttention(nn.Module):
                 sequence may be split into calls of any length; the outputs are those of one call. The state is not modified.
             cu_seqlens: int32 (s + 1,), for packed sequences: x has batch 1, and its s sequences are separated at these
                 offsets, from 0 to n. Sequences do not see each other, and positions start at 0 in each. A state must have s
-                batch entries, one per sequence; a softmax layer then synchronises with the device.
+                batch entries, one per sequence; a softmax layer and one with `kept_keys` then synchronise with the
+                device.
             attention_mask: bool (b, n), True = real token, False = padding at any place. Each sequence gives the outputs that
                 it gives without padding: positions, windows, decays and the convolution count real tokens only. Outputs at
                 padding are meaningless.
@@ -391,31 +441,38 @@ class FastmaxSelfAttention(nn.Module):
         count = None if order is None else order.count
         q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
         options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        gate = self._log_input_gate(x)
         if state is None:
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "attention_mask": mask}
             if self.attention == "softmax":
                 o = flash(q, k, v, window=self.window, **options)
+            elif self.kept_keys == 0:
+                o = fastmax(q, k, v, log_input_gate=gate, **self.options, **options)
             else:
-                o = fastmax(q, k, v, **self.options, **options)
+                o, lse = fastmax(q, k, v, log_input_gate=gate, return_lse=True, **self.options, **options)
+                o = self._with_kept_keys(o, lse, q, k, v, gate, cu_seqlens)
             return self._output(o, x)
         attention: DecodeState | KeyValueCache
+        kept = None
         if isinstance(state.attention, KeyValueCache):  # softmax
             options = {"log_decay": log_decay, "use_custom_gradient": self.use_custom_gradient}
             if packed is None:
                 o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
             else:
                 o, attention = key_value_cache.attend_packed(q, k, v, state.attention, packed, **options)
-        elif x.shape[1] == 1 and cu_seqlens is None:
-            o, attention = decoding.step(q, k, v, state.attention, log_decay=log_decay, attention_mask=mask)
-        elif order is None:
-            o, attention = decoding.prefill(q, k, v, state.attention, **options)
         else:
-            o, attention = prefill_real_first(q, k, v, state.attention, order, **options)
+            if x.shape[1] == 1 and cu_seqlens is None:
+                token = {"log_decay": log_decay, "log_input_gate": gate, "attention_mask": mask}
+                o, lse, attention = step_with_lse(q, k, v, state.attention, **token)
+            else:
+                o, lse, attention = prefill_with_lse(q, k, v, state.attention, order, log_input_gate=gate, **options)
+            if state.kept is not None:
+                o, kept = self._with_kept_keys_of(state, o, lse, q, k, v, gate, count, packed)
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
-        return self._output(o, x, state), SelfAttentionState(attention, recent, positions)
+        return self._output(o, x, state), SelfAttentionState(attention, recent, positions, kept)
 
     def step_(self, x: Tensor, state: SelfAttentionState, *, attention_mask: Tensor | None = None) -> Tensor:
         """Computes the output of one token and updates the state in place. The method for CUDA graphs: addresses stay the same.
@@ -451,11 +508,64 @@ class FastmaxSelfAttention(nn.Module):
             x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
         assert isinstance(state.attention, DecodeState)  # checked above
-        o = decoding.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
+        gate = self._log_input_gate(x)
+        token = {"log_decay": log_decay, "log_input_gate": gate, "attention_mask": attention_mask}
+        o, lse = step_with_lse_(q, k, v, state.attention, **token)
+        if state.kept is not None:
+            o, _ = self._with_kept_keys_of(state, o, lse, q, k, v, gate, count, in_place=True)
         if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
         return self._output(o, x, state)
+
+    def _with_kept_keys(
+        self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Returns the output of attention of whole sequences, o with log-sum-exp lse, with their kept keys included."""
+        q, k, v = cast_for_autocast(q, k, v)
+        with ops.without_autocast(q):
+            q, k = prepare_queries_and_keys(
+                q, k, self.options["normalize"] or None, validation.DEFAULT_LIM, None, self.use_custom_gradient
+            )
+            of_kept = kept_keys.attend(q, k, v, gate, cu_seqlens, self._kept_options(self.use_custom_gradient))
+            return o if of_kept is None else merge_attention(*zip((o, lse), of_kept, strict=True))[0]
+
+    def _with_kept_keys_of(
+        self,
+        state: SelfAttentionState,
+        o: Tensor,
+        lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        count: Tensor | None,
+        packed: PackedPlaces | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, KeptKeys]:
+        """Returns the output of tokens after a state with kept keys, and the kept keys after them."""
+        assert lse is not None and gate is not None and state.kept is not None  # checked in `_check`
+        if q.shape[2] == 0:
+            return o, state.kept.clone()
+        q, k, v = cast_for_autocast(q, k, v, dtype=state.dtype)
+        with ops.without_autocast(q):
+            custom = self.use_custom_gradient and not eager.is_transformed()
+            once = custom and (q.shape[2] > 1 or not eager.differentiating(q, k))  # single tokens have all derivatives
+            q, k = prepare_queries_and_keys(q, k, self.options["normalize"] or None, validation.DEFAULT_LIM, None, once)
+            if packed is not None:
+                q, k, v, gate = packed.rows(q, k, v, gate)
+                count = packed.count
+            tokens = q, k, v, gate, state.kept, state.positions, count, self._kept_options(custom)
+            if q.shape[2] == 1:
+                o_kept, lse_kept, kept = kept_keys.step(*tokens, in_place)
+            else:
+                o_kept, lse_kept, kept = kept_keys.prefill(*tokens)
+            if packed is not None:
+                o_kept, lse_kept = packed.packed(o_kept), packed.packed(lse_kept)
+            return merge_attention((o, o_kept), (lse, lse_kept))[0], kept
+
+    def _kept_options(self, use_custom_gradient: bool) -> KeptOptions:
+        return KeptOptions(self.kept_keys, self.options["exact_window"], 1.0 / self.options["temperature"], use_custom_gradient)
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -572,6 +682,12 @@ class FastmaxSelfAttention(nn.Module):
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
         return log_decay.transpose(1, 2)
 
+    def _log_input_gate(self, x: Tensor) -> Tensor | None:
+        """Returns log_input_gate (b, hk, n). Masked tokens need none, since no query weighs their keys."""
+        if self.input_gate_proj is None:
+            return None
+        return log_input_gate_of(x, self.input_gate_proj.weight, self.input_gate_proj.bias).transpose(1, 2)
+
     def _output(self, o: Tensor, x: Tensor, state: SelfAttentionState | None = None) -> Tensor:
         gate = None if self.gate_proj is None else self.gate_proj(x)
         norm, weight = self.output_norm, _weight_of(self.output_norm, o)
@@ -597,6 +713,11 @@ class FastmaxSelfAttention(nn.Module):
     ) -> None:
         if context is not None and state is not None:
             _refuse_state()
+        if context is not None and self.input_gate_proj is not None:
+            got = validation.describe(self.input_gate_proj)
+            raise ValueError(
+                f"input_gate_proj must be None in a context parallel layer, whose ranks do not send log_input_gate, got {got}"
+            )
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
@@ -646,6 +767,7 @@ class FastmaxSelfAttention(nn.Module):
             if state.attention.window != self.window:
                 raise ValueError(f"state must have this layer's window {self.window!r}, got {state.attention.window!r}")
             return
+        self._check_kept_keys_of(state)
         made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
         score = validation.check_score(*(self.options[name] for name in ("temperature", "a0", "a1", "a2", "p")))
         normalize = self.options["normalize"] or None
@@ -653,11 +775,32 @@ class FastmaxSelfAttention(nn.Module):
             if made[name] != option:
                 raise ValueError(f"state must have this layer's {name} {option!r}, got {made[name]!r}")
 
+    def _check_kept_keys_of(self, state: SelfAttentionState) -> None:
+        slots = kept_keys.slots_of(self.kept_keys, self.options["exact_window"]) if self.kept_keys > 0 else 0
+        got = 0 if state.kept is None else state.kept.positions.shape[2]
+        if got != slots:
+            raise ValueError(
+                f"state must have {slots} slots of kept keys, for this layer's kept_keys {self.kept_keys} and exact_window "
+                f"{self.options['exact_window']}, got {got}"
+            )
+        if state.kept is not None and isinstance(state.attention, DecodeState) and state.attention.flush_interval != 1:
+            raise ValueError(f"state must have flush_interval 1 with kept_keys, got {state.attention.flush_interval}")
+
     def extra_repr(self) -> str:
         options: dict[str, object] = {name: getattr(self, name) for name in _SIZES[1:]}
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
-        options |= {"window": self.window} if self.attention == "softmax" else self.options
+        options |= {"window": self.window} if self.attention == "softmax" else self.options | {"kept_keys": self.kept_keys}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _undrawn_linear(channels: int, heads: int, like: Tensor) -> nn.Linear:
+    """Returns a linear map with uninitialised weights, of the dtype and on the device of `like`.
+
+    It draws no random numbers, so a layer of a given seed has the other weights that it has without this map.
+    """
+    linear = nn.Linear(channels, heads, device="meta", dtype=like.dtype)
+    linear.weight, linear.bias = (nn.Parameter(like.new_empty(x.shape)) for x in (linear.weight, linear.bias))
+    return linear
 
 
 def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
@@ -679,6 +822,22 @@ def _check_half_life(longest: Any) -> None:
 
 def _refuse_state() -> NoReturn:
     raise ValueError("state must be None in a context parallel layer, which does not support generation")
+
+
+def _refuse_input_gate(name: str, value: object) -> NoReturn:
+    raise ValueError(f'{name} needs attention="fastmax", got {validation.describe(value)} with "softmax"')
+
+
+def _check_kept_keys(kept: Any, attention: str, has_gate: bool, options: dict) -> None:
+    validation.check_count("kept_keys", kept, least=0)
+    if kept == 0:
+        return
+    if attention == "softmax":
+        raise ValueError(f'kept_keys needs attention="fastmax", got {kept} with "softmax", which weights all keys by exp')
+    if not has_gate:
+        raise ValueError(f"kept_keys needs an input gate, which chooses the keys, got {kept} with input_gate=False")
+    if options["exact_window"] == 0:
+        raise ValueError(f"kept_keys needs an exact_window of at least 1, got {kept} with exact_window 0")
 
 
 def _refuse_window(window: object) -> NoReturn:

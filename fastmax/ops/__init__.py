@@ -18,7 +18,7 @@ exact windows save the log-sum-exp in place of z.
 
 from __future__ import annotations
 
-from fastmax.ops import extension
+from fastmax.ops import compile_cache, extension
 from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
 from fastmax.ops.autocast import without_autocast as without_autocast
@@ -50,3 +50,4 @@ from fastmax.ops.steps import decode_step_ as decode_step_
 from fastmax.ops.steps import refuse_to_record as refuse_to_record
 
 extension.load()
+compile_cache.add_tag()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ class PackedPlaces(NamedTuple):
         sequence, bounds = sequence_of_token(cu_seqlens, n), cu_seqlens.long()
         place = torch.arange(n, device=bounds.device) - bounds[sequence]
         return cls(sequence, place, bounds[:-1], bounds[1:] - bounds[:-1] if real is None else real)
+
+    def rows(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Returns tensors (1, heads, n, ...), n > 0, with a row for each sequence, (s, heads, longest, ...).
+
+        Rows end with any tokens as padding. The length of the longest sequence, at least 1, is copied to the host.
+        """
+        n, longest = self.sequence.shape[0], max(1, int(self.count.max()))
+        token = (self.begin.unsqueeze(-1) + torch.arange(longest, device=self.begin.device)).clamp(0, n - 1)  # (s, longest)
+        return tuple(None if x is None else x[0][:, token].transpose(0, 1) for x in tensors)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Returns x (s, heads, longest, ...) as packed sequences, (1, heads, n, ...)."""
+        return x[self.sequence, :, self.place.clamp(0, x.shape[2] - 1)].transpose(0, 1).unsqueeze(0)
 
 
 class RealFirst(NamedTuple):
@@ -62,22 +75,22 @@ class RealFirst(NamedTuple):
 
     def first(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns x (b, ..., n, ...) with its tokens in this order."""
-        return _taken(x, self.token, dim)
+        return taken_at(x, self.token, dim)
 
     def back(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns x with its tokens back in their original order."""
-        return _taken(x, self.place, dim)
+        return taken_at(x, self.place, dim)
 
 
 def taken(x: Tensor, first: Tensor, count: int, dim: int) -> Tensor:
     """Returns `count` tokens of x (b, ..., tokens, ...), in each row from the index in `first` (b,) on."""
-    return _taken(x, first.unsqueeze(-1) + torch.arange(count, device=first.device), dim)
+    return taken_at(x, first.unsqueeze(-1) + torch.arange(count, device=first.device), dim)
 
 
-def _taken(x: Tensor, index: Tensor, dim: int) -> Tensor:
+def taken_at(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """Returns the tokens of x at `index` (b, count) of each row, in x's memory layout."""
     if dim == 2 and x.dim() == 4 and token_major(x):
-        return _taken(x.transpose(1, 2), index, 1).transpose(1, 2)
+        return taken_at(x.transpose(1, 2), index, 1).transpose(1, 2)
     shape = list(x.shape)
     shape[dim] = index.shape[1]
     index = index.view(shape[0], *(1,) * (dim - 1), shape[dim], *(1,) * (x.dim() - dim - 1))

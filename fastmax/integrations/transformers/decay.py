@@ -21,7 +21,7 @@ from fastmax.integrations.transformers.layers import (
     runs_fastmax,
 )
 from fastmax.integrations.transformers.options import NAME, check_model, configurations, options_of
-from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
+from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 
 GATE = "fastmax_decay"  # the submodule of a layer, and the entry of the configuration
 ARGUMENT = "log_decay"

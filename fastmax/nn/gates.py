@@ -1,4 +1,4 @@
-"""Decay gate: log decays as the logsigmoid of a linear map, and the biases for given half-lives."""
+"""Decay gates and input gates: log_decay and log_input_gate from linear maps of x, and the biases for given half-lives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SHORTEST_HALF_LIFE = 4.0  # tokens
+INPUT_GATE_BOUND = 8.0  # of |log_input_gate|
 
 
 def log_decay_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -18,13 +19,22 @@ def log_decay_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight: (heads, embed_dim).
         bias: (heads,).
     """
+    return F.logsigmoid(_per_head(x, weight, bias))
+
+
+def log_input_gate_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns log input gates (b, n, heads), at most INPUT_GATE_BOUND in size. Arguments and dtype are as in `log_decay_of`."""
+    return INPUT_GATE_BOUND * torch.tanh(_per_head(x, weight, bias) / INPUT_GATE_BOUND)
+
+
+def _per_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # The bias is added in float32: in bfloat16, half-lives of 977 and 1007 tokens are neighbours.
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return F.logsigmoid(F.linear(x, weight).to(dtype) + bias.to(dtype))
+    return F.linear(x, weight).to(dtype) + bias.to(dtype)
 
 
 def biases_of_half_lives(heads: int, longest: float, shortest: float = SHORTEST_HALF_LIFE) -> Tensor:
-    """Returns the biases (heads,), float64, of a gate with weights 0 whose half-lives go from `shortest` to `longest` tokens.
+    """Returns biases (heads,), float64, of a decay gate with weights 0 whose half-lives go from `shortest` to `longest` tokens.
 
     The half-lives are spaced geometrically. A single head has `longest`.
     """

@@ -1,0 +1,473 @@
+"""`kept_keys` of `FastmaxSelfAttention`: the choice with ties, block boundaries, gradients, states and refusals.
+
+`test_self_attention` and `test_self_attention_state` compare the layer with its definition on every path.
+"""
+
+import copy
+from itertools import chain
+
+import pytest
+import torch
+from common import relative
+from test_self_attention import BLOCK, GATED, OFF, C, gradients, in_pieces, kept, make, small_blocks, tokens, written_out  # noqa: F401
+from torch.autograd import gradcheck, gradgradcheck
+
+from fastmax import FastmaxSelfAttention
+from fastmax.nn import kept_keys
+from fastmax.nn.kept_keys import KeptKeys
+
+HEADS, WINDOW, KEPT = 4, 4, 3
+LAYER = GATED | {"kept_keys": KEPT, "num_kv_heads": 2}
+LONG = 3 * BLOCK + 5 + WINDOW
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, LONG, 17, 40]
+SPLITS = [[LONG], [1] * LONG, [BLOCK] * 6, [2, 1, BLOCK + 3, 1, 1, LONG - BLOCK - 8], [5, 13]]
+
+
+def close(actual, expected, limit=1e-9):
+    torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
+
+
+def tied(**options) -> tuple[FastmaxSelfAttention, torch.Tensor]:
+    """Returns a layer and x whose gates have three values, exactly: equal ones are equal on every path."""
+    layer, x = make(**LAYER | options), tokens(2, LONG)
+    with torch.no_grad():
+        layer.input_gate_proj.weight.zero_()
+        layer.input_gate_proj.weight[:, 0] = torch.tensor([1.0, -2.0])
+        layer.input_gate_proj.bias.zero_()
+        x[..., 0] = torch.randint(-1, 2, x.shape[:2])
+    return layer, x
+
+
+def gate_of(layer, x):
+    return (8 * torch.tanh(layer.input_gate_proj(x) / 8)).mT.detach()
+
+
+def positions_of(state, stop) -> list:
+    """Returns the positions of the candidates that a state holds for the query at `stop`, sorted, for each entry and head."""
+    last = stop // BLOCK * BLOCK - WINDOW
+    return [[sorted(p for p in head if 0 <= p <= last) for head in entry] for entry in state.kept.positions.tolist()]
+
+
+def expected_positions(layer, x) -> list:
+    """Returns the positions of the keys that are kept for the query after the tokens x."""
+    gate = torch.nn.functional.pad(gate_of(layer, x), (0, 1))  # the next query's own key is no candidate
+    of_query = kept(gate, layer.kept_keys, layer.exact_window)[:, :, -1]
+    return [[head.nonzero().flatten().tolist() for head in entry] for entry in of_query]
+
+
+# ---- the function
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_lengths_around_the_blocks(n):
+    layer, x = make(**LAYER), tokens(2, n).requires_grad_()
+    y, expected = layer(x), written_out(layer, x)
+    close(y, expected)
+    for (name, actual), gradient in zip(gradients(y, x, layer).items(), gradients(expected, x, layer).values(), strict=True):
+        assert (actual - gradient).norm() <= 1e-8 * gradient.norm() + 1e-13, name
+
+
+@pytest.mark.parametrize("window", [1, 2, BLOCK, BLOCK + 1, 3 * BLOCK, LONG])
+@torch.no_grad()
+def test_windows_around_the_blocks(window):
+    layer, x = make(**LAYER | {"exact_window": window}), tokens(2, LONG)
+    expected = written_out(layer, x)
+    close(layer(x), expected)
+    close(in_pieces(layer, x, [4, 1, 1, LONG - 6])[0], expected)
+
+
+@pytest.mark.parametrize("count", [1, BLOCK, LONG - WINDOW, 100])
+@torch.no_grad()
+def test_numbers_of_kept_keys(count):
+    """Also as many as there are keys beyond the window, and more."""
+    layer, x = make(**LAYER | {"kept_keys": count}), tokens(2, LONG)
+    expected = written_out(layer, x)
+    close(layer(x), expected)
+    close(in_pieces(layer, x, [4, 1, 1, LONG - 6])[0], expected)
+
+
+@torch.no_grad()
+def test_a_kept_key_does_not_decay():
+    """With full decay and values that tell the keys apart, the output has a part of the kept key far back."""
+    layer = FastmaxSelfAttention(
+        4, 1, input_gate=True, kept_keys=1, exact_window=1, dtype=torch.float64, **OFF | {"decay": True}
+    )
+    eye = torch.eye(4, dtype=torch.float64)
+    layer.qkv_proj.weight.copy_(torch.cat([0 * eye, 0 * eye, eye]))  # scores are 0
+    layer.out_proj.weight.copy_(eye)
+    layer.decay_proj.weight.zero_()
+    layer.decay_proj.bias.fill_(-200.0)
+    layer.input_gate_proj.weight.zero_()
+    layer.input_gate_proj.weight[0, 0] = 1.0
+    x = torch.zeros(1, LONG, 4, dtype=torch.float64)
+    x[0, 0] = eye[0]  # the only key with a gate above 1
+    gate = torch.exp(8 * torch.tanh(torch.tensor(1 / 8, dtype=torch.float64)))
+    y = layer(x)[0, :, 0]
+    close(y[BLOCK:], (gate / (1 + gate)).expand(LONG - BLOCK))
+    assert y[1:BLOCK].abs().max() < 1e-80
+
+
+@torch.no_grad()
+def test_a_dropped_key_never_comes_back():
+    layer, x = make(**LAYER), tokens(2, LONG)
+    before, state = None, layer.init_state(2)
+    for i in range(LONG):
+        _, state = layer(x[:, i : i + 1], state)
+        candidates = positions_of(state, i + 1)
+        if before is not None:
+            for new, old in zip(*map(chain.from_iterable, (candidates, before)), strict=True):
+                assert all(p in old or p > max(i // BLOCK * BLOCK - WINDOW, -1) for p in new)
+        before = candidates
+
+
+# ---- the layer without
+
+
+@pytest.mark.parametrize("n", [1, 6, LONG])
+def test_rows_without_kept_keys_are_those_of_a_layer_without(n):
+    """Bit for bit, and so are their gradients."""
+    layer, x, first = make(**LAYER), tokens(2, n).requires_grad_(), min(n, 2 * BLOCK)
+    results = []
+    for count in (KEPT, 0):
+        layer.kept_keys = count
+        y = layer(x)[:, :first]
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
+    assert 2 * BLOCK == 6 and kept(torch.zeros(1, 1, 7), KEPT, WINDOW)[0, 0].any(-1).tolist() == [False] * 6 + [True]
+    for actual, expected in zip(*results, strict=True):
+        if n == LONG:
+            close(actual, expected, 1e-12)  # gradients of 0 from the other rows are added
+        else:
+            assert torch.equal(actual, expected)
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def test_zero_is_a_layer_without():
+    layer, x = make(**LAYER | {"kept_keys": 0}), tokens(2, LONG).requires_grad_()
+    other = make(**GATED | {"num_kv_heads": 2})
+    other.load_state_dict(layer.state_dict())
+    y, expected = layer(x), other(x)
+    assert torch.equal(y, expected) and layer.init_state(1).kept is None
+    for actual, gradient in zip(gradients(y, x, layer).values(), gradients(expected, x, other).values(), strict=True):
+        assert torch.equal(actual, gradient)
+
+
+# ---- the choice
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@torch.no_grad()
+def test_of_equal_gates_the_later_key_is_kept(sizes):
+    layer, x = tied()
+    x = x[:, : sum(sizes)]
+    y, state = in_pieces(layer, x, sizes)
+    close(y, written_out(layer, x))
+    close(layer(x), y)
+    assert positions_of(state, sum(sizes)) == expected_positions(layer, x)
+
+
+@torch.no_grad()
+def test_with_gates_of_zero_the_latest_keys_are_kept():
+    layer = FastmaxSelfAttention(C, HEADS, dtype=torch.float64, **LAYER)
+    _, state = layer(tokens(1, LONG), layer.init_state(1))
+    last = LONG // BLOCK * BLOCK - WINDOW
+    assert positions_of(state, LONG) == [[list(range(last - KEPT + 1, last + 1))] * 2]
+
+
+@pytest.mark.parametrize("n", [1, 4, 10, 30])
+def test_the_choice_alone(n):
+    """Random gates with ties, against a sort of all candidates, for packed blocks too."""
+    gate = torch.randint(-3, 4, (2, 3, n)).double()
+    begin = torch.arange(-(-n // BLOCK)) * BLOCK
+    own = kept_keys._largest(*kept_keys._new_candidates(gate, begin[None], 0 * begin[None], WINDOW), KEPT)
+    index = kept_keys._largest_so_far(*own, begin // BLOCK)
+    expected = kept(gate, KEPT, WINDOW)[:, :, ::BLOCK]
+    actual = torch.zeros_like(expected)
+    for place in (index >= 0).nonzero().tolist():
+        actual[(*place[:3], index[tuple(place)])] = True
+    assert torch.equal(actual, expected) and torch.equal((index >= 0).sum(-1), expected.sum(-1))
+
+
+# ---- states
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@torch.no_grad()
+def test_states_hold_the_same_keys_on_every_path(sizes):
+    layer, x = make(**LAYER), tokens(2, sum(sizes))
+    y, state = in_pieces(layer, x, sizes)
+    close(y, written_out(layer, x))
+    assert positions_of(state, sum(sizes)) == expected_positions(layer, x)
+    slots = KEPT + WINDOW + BLOCK - 1
+    assert {x.shape[:3] for x in state.kept.tensors().values()} == {(2, 2, slots)}
+    recent = range(max(0, sum(sizes) // BLOCK * BLOCK - WINDOW + 1), sum(sizes))
+    for head in state.kept.positions.flatten(0, 1).tolist():
+        taken = [p for p in head if p >= 0]
+        assert len(set(taken)) == len(taken) and set(recent) <= set(taken)
+
+
+@torch.no_grad()
+def test_steps_in_place():
+    layer, x = make(**LAYER), tokens(2, LONG)
+    state = layer.init_state(2)
+    addresses = {name: y.data_ptr() for name, y in state.tensors().items()}
+    y = torch.cat([layer.step_(x[:, i : i + 1], state) for i in range(LONG)], dim=1)
+    close(y, written_out(layer, x))
+    assert {name: y.data_ptr() for name, y in state.tensors().items()} == addresses
+    assert positions_of(state, LONG) == expected_positions(layer, x)
+
+
+@pytest.mark.parametrize("step", ["step", "step_"])
+@torch.no_grad()
+def test_steps_copy_nothing_to_the_host(step):
+    """Tensors of the device "meta" have no values, so a branch on one raises an error: steps fit into CUDA graphs."""
+    layer = FastmaxSelfAttention(C, HEADS, device="meta", **LAYER)
+    state, x = layer.init_state(2), torch.empty(2, 1, C, device="meta")
+    y = layer.step_(x, state) if step == "step_" else layer(x, state)[0]
+    assert y.shape == x.shape
+
+
+@torch.no_grad()
+def test_batches_of_states_at_different_positions():
+    layer, lengths, more = make(**LAYER), [0, 1, BLOCK, BLOCK + 2, 2 * BLOCK + 1, 17], 9
+    x = [tokens(1, n + more) for n in lengths]
+    states = [in_pieces(layer, y, [n])[1] for y, n in zip(x, lengths, strict=True)]
+    state, expected = type(states[0]).cat(states), torch.cat([written_out(layer, y)[:, -more:] for y in x])
+    assert state.positions.tolist() == lengths
+    new = torch.cat([y[:, -more:] for y in x])
+    for sizes in ([more], [1] * more, [1, 5, 3]):
+        y, after = in_pieces(layer, new, sizes, state)
+        close(y, expected)
+        for i, (row, n) in enumerate(zip(x, lengths, strict=True)):
+            assert positions_of(after.select([i]), n + more) == expected_positions(layer, row)
+    in_place = state.clone()
+    close(torch.cat([layer.step_(new[:, i : i + 1], in_place) for i in range(more)], dim=1), expected)
+
+
+@torch.no_grad()
+def test_states_for_another_dtype_and_device():
+    layer, x = make(**LAYER), tokens(2, LONG)
+    _, state = in_pieces(layer, x[:, :-2], [LONG - 2])
+    narrow = state.to(torch.bfloat16)
+    of_kept = {name: y.dtype for name, y in narrow.kept.tensors().items()}
+    assert of_kept == {"keys": torch.bfloat16, "values": torch.bfloat16, "gates": torch.float32, "positions": torch.int64}
+    assert narrow.nbytes < state.nbytes and state.to("meta").kept.device.type == "meta"
+    y, _ = layer(x[:, -2:], narrow.to(torch.float64))
+    close(y, layer(x)[:, -2:], 0.1)
+
+
+@torch.no_grad()
+def test_states_of_other_sizes_do_not_go_together():
+    layer, other = make(**LAYER), make(**LAYER | {"kept_keys": KEPT + 1})
+    with pytest.raises(ValueError, match=r"states\[1\] must have the kept keys of states\[0\]"):
+        type(layer.init_state(1)).cat([layer.init_state(1), other.init_state(1)])
+    with pytest.raises(ValueError, match=r"state must have 9 slots of kept keys, for this layer's kept_keys 3 .*, got 10"):
+        layer(tokens(1, 2), other.init_state(1))
+    plain = make(**GATED | {"num_kv_heads": 2})
+    with pytest.raises(ValueError, match="state must have 9 slots of kept keys, .*, got 0"):
+        layer(tokens(1, 2), plain.init_state(1))
+    with pytest.raises(ValueError, match="state must have 0 slots of kept keys, .*, got 9"):
+        plain.step_(tokens(1, 1), layer.init_state(1))
+    with pytest.raises(ValueError, match=r"states\[1\] must have the kept keys of states\[0\]"):
+        type(layer.init_state(1)).cat([plain.init_state(1), layer.init_state(1)])
+
+
+# ---- gradients
+
+SMALL = {"qk_norm": False, "rope": False, "conv": 0, "output_norm": False, "output_gate": False}
+
+
+def small(**options) -> FastmaxSelfAttention:
+    layer = FastmaxSelfAttention(4, 2, input_gate=True, kept_keys=2, exact_window=2, dtype=torch.float64, **SMALL, **options)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.add_(torch.randn_like(weight))
+    return layer
+
+
+@pytest.mark.parametrize("sizes", [None, [7], [4, 1, 2]], ids=str)
+def test_gradcheck(sizes):
+    layer, x = small(), torch.randn(1, 7, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda y: layer(y) if sizes is None else in_pieces(layer, y, sizes)[0], x)
+
+
+@pytest.mark.parametrize("sizes", [None, [1] * 5], ids=["whole", "steps"])
+def test_second_derivatives(sizes):
+    layer, x = small(use_custom_gradient=False, num_kv_heads=1), torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
+    assert gradgradcheck(lambda y: layer(y) if sizes is None else in_pieces(layer, y, sizes)[0], x)
+
+
+def test_forward_mode_and_functional_gradients():
+    layer, x = make(**LAYER | {"use_custom_gradient": False}), tokens(2, LONG)
+    of_y, direction = torch.randn(2, LONG, C, dtype=x.dtype), torch.randn_like(x)
+    _, tangent = torch.func.jvp(layer, (x,), (direction,))
+    gradient = torch.func.grad(lambda y: (layer(y) * of_y).sum())(x)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad((layer(x) * of_y).sum(), x)
+    close(gradient, expected)
+    close((tangent * of_y).sum(), (expected * direction).sum(), 1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_a_key_in_many_blocks_are_summed_in_float32(dtype):
+    """A sum of ones in bfloat16 ends at 256, in float16 at 2048."""
+    x = torch.randn(1, 2, 5, 3, dtype=dtype, requires_grad=True)
+    index = torch.full((1, 2, 2048, 2), 3)
+    kept_keys._rows(x, index).sum().backward()
+    assert (x.grad[:, :, 3] == 4096.0).all() and not x.grad[:, :, [0, 1, 2, 4]].any()
+
+
+def test_nan_reaches_no_earlier_row():
+    """Masked places of the gathered keys hold any keys, later ones too."""
+    q, k, v, gate = (torch.randn(2, 2, LONG, *d, dtype=torch.float64) for d in ((5,), (5,), (3,), ()))
+    options, results = kept_keys.KeptOptions(LONG, WINDOW, 0.5, True), []
+    for last in (1.0, torch.nan):
+        tensors = [x.clone().requires_grad_() for x in (q, k, v, gate)]
+        with torch.no_grad():
+            for x in tensors[1:]:
+                x[:, :, -1] = last
+        o, lse = kept_keys.attend(*tensors, None, options)
+        seen = lse > -torch.inf
+        assert seen[0, 0].tolist() == [i >= 2 * BLOCK for i in range(LONG)]
+        results.append([o, lse, *torch.autograd.grad(o.cos().sum() + lse[seen].sum(), tensors)])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected) and not actual.isnan().any()
+
+
+# ---- dtypes, padding, packed sequences and compilers
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_bfloat16(autocast):
+    """The input gate stays exact, so the choice does: its product has one term."""
+    layer, x = tied()
+    x = x.bfloat16().double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(weight.bfloat16())
+    expected = written_out(layer, x)
+    layer = layer.float() if autocast else layer.bfloat16()
+    x = x.float() if autocast else x.bfloat16()
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+        (pieces, state) = in_pieces(layer, x.detach(), [4, 1, 1, LONG - 6])
+    assert y.dtype == torch.bfloat16 and state.kept.keys.dtype == (torch.float32 if autocast else torch.bfloat16)
+    for actual in (y, pieces):
+        assert (actual.double() - expected).norm() < 0.05 * expected.norm()
+    y.float().sum().backward()
+    assert x.grad.isfinite().all() and layer.input_gate_proj.weight.grad.any()
+
+
+def test_packed_sequences_of_many_blocks():
+    lengths = [LONG, 0, 1, 2 * BLOCK + 1, LONG + 3]
+    layer, x = make(**LAYER), tokens(1, sum(lengths)).requires_grad_()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    y = layer(x, cu_seqlens=cu_seqlens)
+    expected = torch.cat([written_out(layer, part) for part in x.split(lengths, dim=1) if part.shape[1] > 0], dim=1)
+    close(y, expected)
+    for actual, gradient in zip(gradients(y, x, layer).values(), gradients(expected, x, layer).values(), strict=True):
+        close(actual, gradient, 1e-8)
+
+
+def test_compiles_with_many_blocks(fresh_dynamo):
+    layer, x = make(**LAYER), tokens(2, LONG).requires_grad_()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, expected = compiled(x), layer(x)
+    close(y, expected)
+    for actual, gradient in zip(gradients(y, x, layer).values(), gradients(expected, x, layer).values(), strict=True):
+        close(actual, gradient, 1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_of_256_against_float64(dtype, device, monkeypatch):
+    """Whole, packed and in parts, with kernels on a GPU. Gates are the same in each dtype, so the choice is."""
+    monkeypatch.setattr(kept_keys, "_BLOCK", 256)
+    options = {"num_kv_heads": 2, "head_dim": 64, "input_gate": True, "kept_keys": 100}
+    layer = FastmaxSelfAttention(64, HEADS, device=device, dtype=dtype, **options)
+    x, of_y = (torch.randn(1, 900, 64, device=device, dtype=dtype) for _ in range(2))
+    with torch.no_grad():
+        layer.input_gate_proj.weight[:, 0] = 1.0
+        x[..., 0] = torch.randint(-1, 2, x.shape[:2])
+    exact, x_exact = copy.deepcopy(layer).cpu().double(), x.cpu().double().requires_grad_()
+    limit = 0.08 if dtype == torch.bfloat16 else 0.01
+    x.requires_grad_()
+    for ends in ([0, 900], [0, 300, 301, 900]):
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32) if len(ends) > 2 else None
+        y = layer(x, cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(device))
+        expected = exact(x_exact, cu_seqlens=cu_seqlens)
+        assert relative(y.cpu(), expected) < limit
+        weights = [[z.qkv_proj.weight, z.out_proj.weight, z.input_gate_proj.weight] for z in (layer, exact)]
+        actual = torch.autograd.grad(y, [x, *weights[0]], of_y)
+        expected = torch.autograd.grad(expected, [x_exact, *weights[1]], of_y.cpu().double())
+        for gradient, of_exact in zip(actual, expected, strict=True):
+            assert relative(gradient.cpu(), of_exact) < limit
+    with torch.no_grad():
+        pieces, state = in_pieces(layer, x[:, :800], [500, 1, 299])
+        steps = [layer.step_(x[:, i : i + 1], state) for i in range(800, 900)]
+        assert relative(torch.cat([pieces, *steps], dim=1).cpu(), exact(x_exact)) < limit
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"kept_keys": -1}, ValueError, "kept_keys must be at least 0, got -1"),
+        ({"kept_keys": 2.0}, TypeError, r"kept_keys must be an int, got 2\.0"),
+        ({"kept_keys": True}, TypeError, "kept_keys must be an int, got True"),
+        ({"kept_keys": 2, "input_gate": False}, ValueError, "kept_keys needs an input gate.* got 2 with input_gate=False"),
+        ({"kept_keys": 2, "exact_window": 0}, ValueError, "kept_keys needs an exact_window of at least 1, got 2"),
+        (
+            {"kept_keys": 2, "input_gate": False, "attention": "softmax", "exact_window": None},
+            ValueError,
+            'kept_keys needs attention="fastmax", got 2 with "softmax"',
+        ),
+    ],
+    ids=str,
+)
+def test_refused_options(options, error, message):
+    with pytest.raises(error, match=message):
+        FastmaxSelfAttention(C, HEADS, **GATED | options)
+
+
+def test_attributes():
+    layer, x = make(**LAYER), tokens(1, LONG)
+    y, gate = layer(x), layer.input_gate_proj
+    for name, value, message in (
+        ("exact_window", 0, "kept_keys needs an exact_window of at least 1, got 3 with exact_window 0"),
+        ("input_gate_proj", None, "kept_keys needs an input gate"),
+        ("attention", "softmax", 'input_gate_proj must be None before attention is set to "softmax"'),
+        ("kept_keys", -1, "kept_keys must be at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            setattr(layer, name, value)
+    assert torch.equal(layer(x), y) and layer.input_gate_proj is gate and "kept_keys=3" in repr(layer)
+    layer.kept_keys = 0
+    layer.input_gate_proj = None
+    with pytest.raises(ValueError, match="kept_keys needs an input gate, which chooses the keys, got 3"):
+        layer.kept_keys = KEPT
+    layer.input_gate_proj = gate
+    layer.exact_window = 0
+    with pytest.raises(ValueError, match="kept_keys needs an exact_window of at least 1, got 3"):
+        layer.kept_keys = KEPT
+    layer.exact_window = WINDOW
+    layer.kept_keys = KEPT
+    assert torch.equal(layer(x), y)
+
+
+def test_a_buffer_is_refused():
+    layer = make(**LAYER)
+    with pytest.raises(ValueError, match="flush_interval must be 1 with kept_keys, got 4 with 3"):
+        layer.init_state(1, flush_interval=4)
+    state, other = layer.init_state(1), make(**GATED | {"num_kv_heads": 2}).init_state(1, flush_interval=4)
+    state.attention = other.attention
+    with pytest.raises(ValueError, match="state must have flush_interval 1 with kept_keys, got 4"):
+        layer(tokens(1, 2), state)
+
+
+def test_kept_keys_are_a_state_of_their_own():
+    state = KeptKeys.empty(2, 3, 4, 5, torch.bfloat16, None, 6, 7)
+    assert state.dtype == torch.bfloat16 and state.device.type == "cpu" and (state.positions == -1).all()
+    assert state.values.shape == (2, 3, kept_keys.slots_of(6, 7), 5) == (2, 3, 6 + 7 + BLOCK - 1, 5)
+    assert state.repeat(2).keys.shape[0] == 4 and KeptKeys.cat([state, state]).gates.dtype == torch.float32
