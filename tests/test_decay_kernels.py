@@ -23,6 +23,7 @@ pytestmark = [
 
 by_algorithm = pytest.mark.parametrize("algorithm", ["quadratic", "linear"])
 by_head_dim = pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
+by_chunk = pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (64, 512), (128, 1024), (96, 512), (256, 2048)])
 KINDS = ("none", "a millionth", "strong", "none, ordinary or strong", "behind a million")
 
 SCORE = ("scale", "a0", "a1", "a2", "p")
@@ -33,6 +34,16 @@ OF_FASTMAX = (
 OF_SOFTMAX = (*"qkv", "mask", "log_decay", "first", "end", "gate", "scale", "causal", "left", "right", "tf32")
 OF_KEYS = ("log_decay", "gate")  # whose gradients are sums of pairs
 RESULTS = ("o", "sum", "q", "k", "v", "log_decay", "gate")
+
+
+def sizes_around(chunk):
+    """Returns numbers of queries and keys that are around chunks of the linear algorithm."""
+    return (
+        (chunk - 1, chunk - 1),
+        (chunk + 1, chunk + 1),
+        (2 * chunk + 17, 2 * chunk + 17),
+        (chunk + 5, 2 * chunk + 300),
+    )
 
 
 class Problem(NamedTuple):
@@ -167,8 +178,8 @@ def check(problem, mode, least=None, bounds_alone=False, terms=0.1):
         seen = exact[name].isfinite()  # a log-sum-exp of no keys is -inf
         assert torch.equal(x.isfinite(), seen), name
         x, y, z = (values[seen].double() for values in (x, exact[name], plain[name]))
-        # Where a query sees little but one key, grad_o . v and grad_o . o cancel but for a rounding of them. With gates
-        # more queries see little but one key.
+        # If one key has nearly all of a query's weight, grad_o . v and grad_o . o are nearly equal, and the rounding errors of
+        # both remain in their difference. Gates give more queries such a key.
         of_decays = 1e-2 if "gate" in exact else 1e-3
         cancels = {"q": terms, "k": terms, "log_decay": of_decays, "gate": 0.1}.get(name, 0.0) * exact["v"].norm()
         size = max(y.norm(), cancels)
@@ -230,15 +241,10 @@ def test_sizes(algorithm, mode, precision):  # noqa: F811
 
 @by_mode
 @by_order
-@pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (64, 512), (128, 1024), (96, 512), (256, 2048)])
+@by_chunk
 def test_chunks_of_the_linear_algorithm(d, chunk, p, mode, precision):  # noqa: F811
     """States are read, decayed and handed on at chunk borders; each length is that of a chunk in some mode."""
-    for n, m in (
-        (chunk - 1, chunk - 1),
-        (chunk + 1, chunk + 1),
-        (2 * chunk + 17, 2 * chunk + 17),
-        (chunk + 5, 2 * chunk + 300),
-    ):
+    for n, m in sizes_around(chunk):
         mask = n > 2 * chunk
         decay = "none, ordinary or strong" if n == m and not mask else "ordinary"
         check(of_fastmax(mode, "linear", n, m, d=d, h=2, hk=1, p=p, decay=decay, mask=mask), mode)

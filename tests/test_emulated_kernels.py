@@ -578,7 +578,7 @@ def test_input_gates_against_the_definition(library, case):
     first = None
     for schedule in ADVERSARY_AND_RANDOM[GATED.index(case) % 2][-case.schedules :]:
         results = call.run(library, schedule)
-        # Where few keys have nearly all of the weight, gradients of q and k are small differences.
+        # If a few keys have nearly all of a query's weight, the gradients of q and k are small differences of large terms.
         # With a lag, that of log_decay has the rounding error of o. Linear states round factors of keys to 16 bits: where
         # many keys have the same gate, they are rounded alike.
         limits = (3e-2 if case.lag > 0 else 1.5e-2, 8e-3, 2e-4 if case.kernels == "linear2_sm90" else 1e-5)

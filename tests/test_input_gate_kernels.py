@@ -6,6 +6,7 @@ import torch
 from common import make_decay, relative
 from test_decay_kernels import (
     by_algorithm,
+    by_chunk,
     by_head_dim,
     check,
     check_gradients_of_qkv_alone,
@@ -13,6 +14,7 @@ from test_decay_kernels import (
     of_softmax,
     rounding_of,
     run,
+    sizes_around,
 )
 from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
 from test_packed_kernels import bounds
@@ -26,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
 ]
 
-# Terms of `check` where most queries see little but one key: grad_o . v and grad_o . o cancel but for a rounding of v.
+# `terms` of `check` if, for most queries, one key has nearly all of the weight: grad_o . v and grad_o . o differ by a rounding.
 ONE_KEY = 1.0
 by_decay = pytest.mark.parametrize("decay", [None, "ordinary"])
 
@@ -82,14 +84,9 @@ def test_gates_far_apart(decay, algorithm, mode, precision):  # noqa: F811
 
 @by_mode
 @by_decay
-@pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (64, 512), (128, 1024), (96, 512), (256, 2048)])
+@by_chunk
 def test_chunks_of_the_linear_algorithm(d, chunk, decay, mode, precision):  # noqa: F811
-    for n, m in (
-        (chunk - 1, chunk - 1),
-        (chunk + 1, chunk + 1),
-        (2 * chunk + 17, 2 * chunk + 17),
-        (chunk + 5, 2 * chunk + 300),
-    ):
+    for n, m in sizes_around(chunk):
         mask = n > 2 * chunk
         for p in (1, 2):
             check(of_fastmax(mode, "linear", n, m, d=d, h=2, hk=1, p=p, decay=decay, gate="ordinary", mask=mask), mode)

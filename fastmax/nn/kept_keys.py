@@ -195,9 +195,9 @@ def prefill(
     rows = known.keys, known.values, known.gates, index[:, :, :with_queries]
     o, lse = _attend_in_blocks(q, *rows, token.clamp(0, n - 1), place, options)
 
-    last = (offset + (n if count is None else count)) // _BLOCK
-    kept = index.gather(2, last.view(b, 1, 1, 1).expand(b, hk, 1, options.kept)).squeeze(2)
     stop = positions + (n if count is None else count)
+    last = stop // _BLOCK - positions // _BLOCK
+    kept = index.gather(2, last.view(b, 1, 1, 1).expand(b, hk, 1, options.kept)).squeeze(2)
     recent = stop.unsqueeze(-1) - torch.arange(1, slots - options.kept + 1, device=q.device)
     is_recent = (recent >= 0) & ~_is_candidate(recent, stop, options.window)
     recent = torch.where(is_recent, recent + origin.unsqueeze(-1), -1)

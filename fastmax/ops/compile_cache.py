@@ -14,5 +14,5 @@ def add_tag() -> None:
     may have changed since.
     """
     tag = f"fastmax-ops-{SCHEMA_VERSION}"
-    if tag not in config.cache_key_tag:
+    if tag not in config.cache_key_tag.split(","):
         config.cache_key_tag = f"{config.cache_key_tag},{tag}".lstrip(",")
