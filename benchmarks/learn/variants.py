@@ -139,6 +139,10 @@ VARIANTS = {
     ),
     "kept_keys": Variant("p = 2, all parts, 256 kept keys", parts=KEPT),
     "kept_keys_wide": Variant("p = 2, all parts, 256 kept keys, half as many heads", parts=KEPT, wide=True),
+    "kept_keys_512": Variant("p = 2, all parts, 512 kept keys", parts=KEPT | {"kept_keys": 512}),
+    "hybrid_kept_keys": Variant(
+        "p = 2, all parts, 256 kept keys; softmax in layers 3 and 6 of 8", parts=KEPT, softmax_layers=(2, 5), as_large_as="p2_all"
+    ),
     "kept_alone": Variant(
         "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
     ),
