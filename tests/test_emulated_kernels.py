@@ -271,6 +271,7 @@ GATES = {
     "far apart": lambda x: torch.tensor([-70.0, -60.0, -5.0, 0.0, 3.0, 29.0, 31.0])[(7 * x).long()],
     "smallest": lambda x: torch.full_like(x, -60.0),
     "largest": lambda x: torch.full_like(x, 30.0),
+    "few large": lambda x: torch.where(torch.arange(x.shape[-1]) // 16 == 7, 30.0, -60.0).expand(x.shape),
 }
 
 
@@ -299,6 +300,21 @@ GATED = [
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.25, gate="smallest", schedules=1),
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=2, hk=1, decay=-0.5, gate="smallest", schedules=1),
     Case("quadratic", "quadratic_decay_sm90", 300, 300, 64, h=1, hk=1, decay=-0.25, gate="largest", schedules=1),
+    # Blocks of keys that are fully decayed with their gates; and, for the last queries, one that would be without its gates.
+    Case("quadratic", "quadratic_decay_sm90", 700, 760, 64, hk=1, decay=-0.25, gate="ordinary", schedules=1),
+    Case(
+        "quadratic",
+        "quadratic_decay_sm90",
+        720,
+        720,
+        64,
+        h=1,
+        hk=1,
+        decay=-0.1359,
+        gate="few large",
+        decay_gradient=False,
+        schedules=1,
+    ),
     Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary", gate="ordinary"),
     Case("flash", "flash_decay_sm90", 257, 300, 64, h=4, hk=2, decay=-0.5, gate="smallest", schedules=1),
     Case(

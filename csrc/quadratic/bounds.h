@@ -21,8 +21,8 @@ inline bool has_window_alone(const AttentionParams& p) {
 size_t bound_table_bytes(const AttentionParams& p, Direction direction);
 
 // Fills p.key_table and, in the backward, p.query_table. table: bound_table_bytes, 8-byte aligned. fully_decayed: log2 of a
-// factor. If p.decay_sums is set, a block of queries and a block of keys do not see each other if all their pairs decay below
-// 2^fully_decayed; the kernels then skip their tiles.
+// factor. If p.decay_sums is set, a block of queries and a block of keys do not see each other if all pairs of these queries with keys up to
+// the end of the block have factors below 2^fully_decayed, with gates below that times the smallest gate; the kernels then skip their tiles.
 void fill_bound_tables(AttentionParams& p, float fully_decayed, void* table, Direction direction, cudaStream_t stream);
 
 }  // namespace fastmax
