@@ -354,6 +354,15 @@ def test_second_derivatives(sizes):
     assert gradgradcheck(lambda y: layer(y) if sizes is None else in_pieces(layer, y, sizes)[0], x)
 
 
+def test_steps_have_second_derivatives_with_a_custom_gradient():
+    layer, x, results = small(), torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True), []
+    for custom in (True, False):
+        layer.use_custom_gradient = custom
+        (gradient,) = torch.autograd.grad(in_pieces(layer, x, [1] * 5)[0].cos().sum(), x, create_graph=True)
+        results += torch.autograd.grad(gradient.cos().sum(), x)
+    close(*results)
+
+
 def test_forward_mode_and_functional_gradients():
     layer, x = make(**LAYER | {"use_custom_gradient": False}), tokens(2, LONG)
     of_y, direction = torch.randn(2, LONG, C, dtype=x.dtype), torch.randn_like(x)
