@@ -416,6 +416,30 @@ def test_masked_places_have_gates_of_zero(monkeypatch):
     assert masked.any() and not options["log_input_gate"][masked].any()
 
 
+def test_nan_in_a_packed_sequence_reaches_no_other_with_a_state():
+    layer = FastmaxSelfAttention(4, 1, dtype=torch.float64, **LAYER | {"num_kv_heads": 1, "conv": 0, "exact_window": 1})
+    x = torch.randn(1, 9, 4, dtype=torch.float64)
+    x[:, 4:] = torch.nan
+    x.requires_grad_()
+    y, _ = layer(x, layer.init_state(2), cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
+    (gradient,) = torch.autograd.grad(y[:, :4].sum(), x)
+    assert y[:, :4].isfinite().all() and gradient[:, :4].isfinite().all()
+
+
+def test_steps_have_second_derivatives_by_the_state_alone():
+    layer, x = small().requires_grad_(False), torch.randn(1, 4, 4, dtype=torch.float64, requires_grad=True)
+
+    def gradient(layer):
+        _, state = layer(x[:, :3], layer.init_state(1))
+        y, _ = layer(x[:, 3:].detach(), state)
+        (first,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    expected = copy.deepcopy(layer)
+    expected.use_custom_gradient = False
+    close(gradient(layer), gradient(expected))
+
+
 # ---- dtypes, padding, packed sequences and compilers
 
 
