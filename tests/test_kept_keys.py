@@ -430,7 +430,7 @@ def test_steps_have_second_derivatives_by_the_state_alone():
     layer, x = small().requires_grad_(False), torch.randn(1, 4, 4, dtype=torch.float64, requires_grad=True)
 
     def gradient(layer):
-        _, state = layer(x[:, :3], layer.init_state(1))
+        _, state = in_pieces(layer, x[:, :3], [1, 1, 1])
         y, _ = layer(x[:, 3:].detach(), state)
         (first,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
