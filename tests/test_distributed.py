@@ -75,14 +75,16 @@ def cuts(random: random.Random, n: int, world: int) -> Layout:
     return Layout(stretches)
 
 
-def drawn(seed: int) -> dict:
-    """Returns a random case with any options."""
+def drawn(seed: int, gate: bool = False) -> dict:
+    """Returns a random case with any options. With `gate` it is causal and has input gates."""
     draw = random.Random(seed)
     n, world = draw.choice([7, 40, 300]), draw.randint(2, WORLD)
     b, (h, hk) = draw.choice([1, 2]), draw.choice([(2, 2), (4, 2), (3, 1)])
-    causal, packed = draw.random() < 0.7, draw.random() < 0.4
+    causal, packed = draw.random() < (1.0 if gate else 0.7), draw.random() < 0.4
     case = {"seed": seed, "shape": (1 if packed else b, h, hk, n, 5, 4), "layout": cuts(draw, n, world), "options": {}}
     case |= {"padding": draw.random() < 0.4, "flash": draw.random() < 0.3}
+    if gate:
+        case["gate"] = "beyond" if seed % 4 == 0 else "ordinary"
     if causal and draw.random() < 0.5:
         case |= {"decay": draw.choice([0.02, 1.0]), "resets": draw.choice([0.0, 0.05])}
     if packed:
@@ -107,8 +109,9 @@ def drawn(seed: int) -> dict:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_parts_and_options(ranks, seed):
-    check(ranks, drawn(seed))
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+def test_any_parts_and_options(ranks, gate, seed):
+    check(ranks, drawn(seed, gate))
 
 
 @pytest.mark.parametrize(
