@@ -129,10 +129,12 @@ def test_tokens_that_change_on_another_rank_alone(ranks, options):
         check(ranks, {"shape": (1, 2, 1, sum(counts), 4, 4), "layout": layout, "options": options, "passes_layout": False})
 
 
+@pytest.mark.parametrize("given", ["decay", "gate", "decay, gate"])
 @pytest.mark.parametrize("bounds", ["none", "packed, padding"])
 @pytest.mark.parametrize("kind", ["linear", "quadratic", "softmax", "linear, window", "quadratic, window", "softmax, window"])
-def test_decays_above_zero_and_nan(ranks, kind, bounds):
-    """NaN reaches the queries of other ranks that see a key before it, and no others."""
+def test_decays_above_zero_and_nan(ranks, kind, bounds, given):
+    """A NaN decay reaches the queries of other ranks that see a key before it, a NaN gate those that weigh its key by it, and
+    no others."""
     kind, window, n = kind.split(",")[0], 9 if "window" in kind else None, 60
     options = (
         {"causal": True, "window": window}
@@ -140,8 +142,10 @@ def test_decays_above_zero_and_nan(ranks, kind, bounds):
         else {"causal": True, "algorithm": kind, "exact_window": window or 0}
     )
     layout = Layout((((0, 10), (40, 50)), ((10, 25), (55, 60)), ((25, 40), (50, 55))))
-    case = {"shape": (1, 4, 2, n, 5, 4), "layout": layout, "options": options, "decay": 0.1, "resets": 0.02, "odd": True}
+    case = {"shape": (1, 4, 2, n, 5, 4), "layout": layout, "options": options}
     case |= {"flash": kind == "softmax", "padding": "padding" in bounds}
+    case |= {"decay": 0.1, "resets": 0.02, "odd": given == "decay"} if "decay" in given else {}
+    case |= {"gate": "odd"} if "gate" in given else {}
     if "packed" in bounds:
         case["cu_seqlens"] = [0, 7, 33, 33, n]
     for seed in range(2):
@@ -151,7 +155,8 @@ def test_decays_above_zero_and_nan(ranks, kind, bounds):
         for name in ("o", "lse"):
             torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-9, equal_nan=True)
         assert expected["o"].isnan().any() or window is not None
-        assert not got["grad_log_decay"][tensors["log_decay"] > 0].any()
+        if "decay" in given:
+            assert not got["grad_log_decay"][tensors["log_decay"] > 0].any()
 
 
 def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
