@@ -179,9 +179,10 @@ def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
 # ---- fp32, the ways of an exchange, repeatability
 
 
+@pytest.mark.parametrize("gate", ["", "ordinary"], ids=["", "gate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["linear", "quadratic", "softmax"])
-def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype):
+def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype, gate):
     layout = cuts(random.Random(0), 300, 3)
     flash = algorithm == "softmax"
     options = {"causal": True} if flash else {"causal": True, "algorithm": algorithm, "temperature": 4.0}
@@ -189,6 +190,7 @@ def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, d
         "shape": (1, 4, 2, 300, 16, 16),
         "layout": layout,
         "decay": 0.05,
+        "gate": gate,
         "flash": flash,
         "options": options,
         "dtype": dtype,
@@ -203,11 +205,13 @@ def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, d
 
 
 @pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("gate", ["", "ordinary"], ids=["", "gate"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
+def test_states_by_shares_are_those_that_are_gathered(ranks, decay, gate, p):
     layout = Layout((((0, 5), (70, 100)), (), ((5, 30), (40, 70)), ((30, 40),)))
     options = {"causal": True, "algorithm": "linear", "p": p, "a0": 30.0}
     case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "resets": 0.02, "options": options}
+    case["gate"] = gate
     gathered, shared = (ranks.run(with_a_message_of, size, case) for size in (1 << 40, -1))
     for one, other in zip(gathered, shared, strict=True):
         assert all(torch.equal(x, other[name]) for name, x in one.items())
@@ -227,8 +231,9 @@ def test_results_repeat_bit_by_bit(ranks):
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
-    case = drawn(seed + 1000)
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+def test_the_formula_says_how_many_bytes_are_exchanged(ranks, gate, seed):
+    case = drawn(seed + 1000, gate)
     case["dtype"] = random.Random(seed).choice([torch.float64, torch.float32, torch.bfloat16])
     case["options"].pop("rpe_matrix", None)  # a head dim of its own
     if case["flash"]:

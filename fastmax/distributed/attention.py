@@ -362,12 +362,13 @@ def _check_across_ranks(
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "log_input_gate": log_input_gate}
     grads = [name for name, x in tensors.items() if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     options = options | {
-        "causal": bool(causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
+        "causal": bool(causal), "dtype of q": q.dtype, "device of q": q.device.type,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
         "head_dim of v": v.shape[3], "presence of attention_mask": mask is not None,
         "log_decay": None if log_decay is None else "given",
         "log_input_gate": None if log_input_gate is None else "given",
         "cu_seqlens": None if cu_seqlens is None else describe_cu_seqlens(cu_seqlens),
+        "tensors with gradients": grads,
     }  # fmt: skip
     layout = _check_layout_across_ranks(group, layout, q.shape[2], options)
     validation.check_cu_seqlens(cu_seqlens, q, k, layout.tokens)
