@@ -64,9 +64,8 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 def where(rows: pd.DataFrame, **equal: object) -> pd.DataFrame:
     """Returns the rows with these values; for a tuple, with one of its values."""
-    for key, x in equal.items():
-        rows = rows[rows[key].isin(x if isinstance(x, tuple) else (x,))]
-    return rows
+    wanted = [rows[key].isin(x if isinstance(x, tuple) else (x,)) for key, x in equal.items()]
+    return rows[np.logical_and.reduce(wanted)] if wanted else rows
 
 
 HEADER = (

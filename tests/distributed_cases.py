@@ -48,14 +48,22 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
         "grad_o": normal(b, h, n, dv).to(dtype),
         "grad_lse": normal(b, h, n).to(torch.promote_types(dtype, torch.float32)),
     }
+    if case.get("gate"):
+        gate, kind = 2.0 * normal(b, hk, n), torch.rand(b, hk, n, generator=made)
+        if case["gate"] == "beyond":  # the range; a key of a large gate outweighs the others
+            gate = torch.where(kind < 0.1, -torch.inf, torch.where(kind > 1.0 - 2.0 / n, 31.0, gate))
+        if case["gate"] == "odd":  # some are NaN
+            gate = gate.masked_fill(kind < 3 / n, torch.nan)
+        tensors["log_input_gate"] = gate.to(dtype)
     return tensors
 
 
 def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
     """Returns the output, lse and all gradients of these tokens."""
-    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
+    names = ("q", "k", "v", "log_decay", "log_input_gate")
+    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names if name in tensors}
     q, k, v = (leaves[name] for name in "qkv")
-    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "attention_mask", "drop_noise")}
+    accompanying = {name: leaves.get(name, tensors.get(name)) for name in (*names[3:], "attention_mask", "drop_noise")}
     accompanying = {name: x for name, x in accompanying.items() if x is not None}
     cu_seqlens = case.get("cu_seqlens")
     if cu_seqlens is not None:
@@ -108,8 +116,8 @@ def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
         with Received(group) as received:
             on_rank(group, case)
         d, dv = case["shape"][4:]
-        given = {name: name in case for name in ("cu_seqlens",)} | {"log_decay": bool(case.get("decay"))}
-        given["attention_mask"] = bool(case.get("padding"))
+        given = {"cu_seqlens": "cu_seqlens" in case, "log_decay": bool(case.get("decay"))}
+        given |= {"attention_mask": bool(case.get("padding")), "log_input_gate": bool(case.get("gate"))}
         options = {name: x for name, x in case["options"].items() if name in ("causal", "algorithm", "p", "exact_window")}
         options = {"algorithm": "softmax"} | options if case.get("flash") else options
         sizes = {

@@ -34,6 +34,8 @@ LAYOUTS = {
 LAYERS = {
     "defaults": {"exact_window": 3, "num_kv_heads": 4},
     "wide values": {"exact_window": 3, "num_kv_heads": 4, "value_dim": 11},
+    "input gate": {"exact_window": 3, "num_kv_heads": 4, "input_gate": True},
+    "input gate, ring": {"exact_window": 0, "input_gate": True, "decay": False, "algorithm": "quadratic"},
     "linear": {"exact_window": 0, "p": 1, "algorithm": "linear", "conv": 3},
     "softmax": {"attention": "softmax", "decay": False},
     "window": {"attention": "softmax", "window": 4, "conv": 0},
@@ -74,12 +76,13 @@ def test_layer(options, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_packed_and_padded(layout):
+@pytest.mark.parametrize("name", ["defaults", "input gate"])
+def test_packed_and_padded(name, layout):
     packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
-    run(check_layer, 3, LAYERS["defaults"], layout, packed)
+    run(check_layer, 3, LAYERS[name], layout, packed)
     at = torch.arange(N)
     padded = {"attention_mask": torch.stack([at >= 5, at < 17])}
-    run(check_layer, 3, LAYERS["defaults"], layout, padded)
+    run(check_layer, 3, LAYERS[name], layout, padded)
 
 
 def test_packed_with_padding():
@@ -121,7 +124,9 @@ def check_manager(group, layout):
     x, q = torch.randn(2, N, 32, dtype=torch.float64), torch.randn(2, 4, N, 8, dtype=torch.float64)
 
     def everything(x: Tensor, q: Tensor) -> list[Tensor]:
+        gated = {"causal": True, "log_input_gate": q[..., 0]}
         calls = fastmax_attention(q, q, q, exact_window=2), flash_attention(q, q, q, causal=True, window=5), module(q, q, q)
+        calls += fastmax_attention(q, q, q, exact_window=2, **gated), flash_attention(q, q, q, **gated)
         return [layer(x), *(y.transpose(1, 2) for y in calls)]
 
     expected, kept = everything(x, q), [x.clone(), q.clone()]
@@ -280,6 +285,9 @@ IN_STEP = {  # what rank 1 does otherwise: its error, which rank 0 is told, or t
     "sequences": ("fastmax.distributed: cu_seqlens must be the same on all ranks, got ",) * 2,
     "a mask": ("fastmax.distributed: function must be the same on all ranks, got ",) * 2,
     "state": ("ValueError: state must be None in a context parallel layer",),
+    "kept keys": ("ValueError: kept_keys needs whole sequences, got 2 in a context parallel layer",),
+    "input gate": ("fastmax.distributed: log_input_gate must be the same on all ranks, got None on rank 0 and given on rank 1",)
+    * 2,
     "projection": ("ValueError: qkv_proj must return 64 channels",),
     "zigzag and sequences": ("ranks must hold (4, 4) tokens in a zigzag layout of 8, got (5, 3)",) * 2,
     "another name": ("TypeError: scale is not an argument of fastmax_attention",),
@@ -310,6 +318,11 @@ def call_otherwise(case: str, differs: bool, mesh) -> None:
         layer(x, attention_mask=real if differs else None)
     elif case == "state":
         layer(x, layer.init_state(1) if differs else None)
+    elif case == "kept keys":
+        options = LAYERS["input gate"] | {"kept_keys": 2 if differs else 0}
+        parallelize_module(make_layer(options), mesh, ContextParallel())(x)
+    elif case == "input gate":
+        parallelize_module(make_layer(LAYERS["input gate" if differs else "defaults"]), mesh, ContextParallel())(x)
     elif case == "projection":
         if differs:
             layer.qkv_proj = nn.Linear(32, 48, bias=False, dtype=torch.float64)
@@ -414,8 +427,8 @@ def check_refusals(group):
     eager = parallelize_module(make_layer({"use_custom_gradient": False}), mesh, ContextParallel())
     fixed = parallelize_module(make_layer({}), mesh, ContextParallel(contiguous_layout([N, 1])))
     zigzag = parallelize_module(make_layer({}), mesh, ContextParallel("zigzag"))
-    gated = make_layer({"input_gate": True})
-    gated.qkv_proj.register_forward_hook(lambda *_: pytest.fail("computed before it was refused"))
+    keeping = make_layer({"exact_window": 3, "input_gate": True, "kept_keys": 2})
+    keeping.qkv_proj.register_forward_hook(lambda *_: pytest.fail("computed before it was refused"))
     x, q = torch.randn(1, 8, 32, dtype=torch.float64), torch.randn(1, 2, 8, 4, dtype=torch.float64)
     state = init_state(1, 2, 4, dtype=torch.float64)
     # Padding between the tokens of two ranks.
@@ -431,8 +444,8 @@ def check_refusals(group):
             lambda: ContextParallel("striped")._apply(make_layer({}), mesh),
             lambda: parallelize_module(nn.Linear(2, 2), mesh, ContextParallel()),
             lambda: ContextParallel(contiguous_layout([1, 1, 1]))._apply(make_layer({}), mesh),
-            lambda: in_context(lambda: gated(x)),
-            lambda: parallelize_module(gated, mesh, ContextParallel())(x),
+            lambda: in_context(lambda: keeping(x)),
+            lambda: parallelize_module(keeping, mesh, ContextParallel())(x),
             lambda: layer(x, layer.init_state(1)),
             lambda: layer.step_(x[:, :1], layer.init_state(1)),
             lambda: layer(x, attention_mask=gap),
@@ -455,8 +468,8 @@ def test_refuses_by_name():
         'layout must be "contiguous", "zigzag" or a Layout',
         "ContextParallel needs a FastmaxSelfAttention or FASTMultiHeadAttention, got Linear without one",
         "layout must be for the 2 ranks of the mesh, got one for 3",
-        "input_gate_proj must be None in a context parallel layer",
-        "input_gate_proj must be None in a context parallel layer",
+        "kept_keys needs whole sequences, got 2 in a context parallel layer",
+        "kept_keys needs whole sequences, got 2 in a context parallel layer",
         "state must be None in a context parallel layer",
         "state must be None in a context parallel layer",
         "attention_mask of a context parallel layer must have padding only on the left or on the right",

@@ -125,11 +125,27 @@ def test_new_gates_hardly_decay_at_first():
     assert half_lives.tolist() == pytest.approx([100.0, 800.0])
 
 
+def test_new_input_gates_change_nothing_at_first():
+    model = make(**PARTS | {"num_kv_heads": 2})
+    same, x = copy.deepcopy(model), tokens(2, N)
+    convert.swap(same, exact_window=WINDOW)
+    new = convert.swap(model, exact_window=WINDOW, input_gate=True)
+    assert new == [f"blocks.{i}.input_gate_proj.{part}" for i in range(3) for part in ("weight", "bias")]
+    y = model(x)
+    assert relative(y, same(x)) < 1e-12
+    of_gates = torch.autograd.grad(y.square().sum(), [x for name, x in model.named_parameters() if name in new])
+    assert all(gradient.any() for gradient in of_gates)
+
+
 def test_gates_that_are_there_stay():
     model = make()
     before = snapshot(model)
     assert convert.swap(model, decay=True) == []
     assert equal(before, snapshot(model))
+    new = convert.swap(make(**PARTS), decay=True, input_gate=True)
+    assert [name.split(".", 2)[2] for name in new[:4]] == [
+        f"{gate}.{part}" for gate in ("decay_proj", "input_gate_proj") for part in ("weight", "bias")
+    ]
 
 
 @pytest.mark.parametrize("layers", [[0, 2], ["blocks.2", "blocks.0"], [0, "blocks.2", 0]])
@@ -414,13 +430,17 @@ def test_finetune(swapped, kind):
     assert {name for name, x in same.state_dict().items() if not torch.equal(x, before[name])} <= set(new)
 
 
-def test_decay_gates_are_not_decayed_to_zero():
+def test_gates_are_not_decayed_to_zero():
     model = make(decay=True, conv=0, output_gate=False)
+    convert.swap(model, exact_window=WINDOW, input_gate=True)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.input_gate_proj.weight.normal_()
     before = snapshot(model)
     batch = tokens(2, 1), tokens(2, 1)  # one token: nothing decays, so gates have no gradient
     convert.finetune(model, [batch], steps=1, learning_rate=0.01, weight_decay=0.5)
     same = {name for name, x in model.state_dict().items() if torch.equal(x, before[name])}
-    assert {name for name in before if "decay_proj" in name} <= same
+    assert {name for name in before if "decay_proj" in name or "input_gate_proj" in name} <= same
     assert not any("out_proj" in name for name in same)
 
 
@@ -632,6 +652,15 @@ def test_a_window_as_long_as_the_sequence_is_softmax_in_a_hugging_face_model(lla
     assert relative(llama(x).logits, expected) < 1e-6
     with pytest.raises(ValueError, match="must run softmax attention"):
         convert.swap(llama)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_input_gates_of_a_hugging_face_model(llama):
+    same, x = copy.deepcopy(llama), tokens()
+    convert.swap(same, exact_window=WINDOW)
+    new = convert.swap(llama, exact_window=WINDOW, input_gate=True)
+    assert set(new) == {name for name, _ in llama.named_parameters() if "fastmax_input_gate" in name} and new
+    assert relative(llama(x).logits, same(x).logits) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

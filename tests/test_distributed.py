@@ -75,14 +75,16 @@ def cuts(random: random.Random, n: int, world: int) -> Layout:
     return Layout(stretches)
 
 
-def drawn(seed: int) -> dict:
-    """Returns a random case with any options."""
+def drawn(seed: int, gate: bool = False) -> dict:
+    """Returns a random case with any options. With `gate` it is causal and has input gates."""
     draw = random.Random(seed)
     n, world = draw.choice([7, 40, 300]), draw.randint(2, WORLD)
     b, (h, hk) = draw.choice([1, 2]), draw.choice([(2, 2), (4, 2), (3, 1)])
-    causal, packed = draw.random() < 0.7, draw.random() < 0.4
+    causal, packed = draw.random() < (1.0 if gate else 0.7), draw.random() < 0.4
     case = {"seed": seed, "shape": (1 if packed else b, h, hk, n, 5, 4), "layout": cuts(draw, n, world), "options": {}}
     case |= {"padding": draw.random() < 0.4, "flash": draw.random() < 0.3}
+    if gate:
+        case["gate"] = "beyond" if seed % 4 == 0 else "ordinary"
     if causal and draw.random() < 0.5:
         case |= {"decay": draw.choice([0.02, 1.0]), "resets": draw.choice([0.0, 0.05])}
     if packed:
@@ -107,8 +109,9 @@ def drawn(seed: int) -> dict:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_parts_and_options(ranks, seed):
-    check(ranks, drawn(seed))
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+def test_any_parts_and_options(ranks, gate, seed):
+    check(ranks, drawn(seed, gate))
 
 
 @pytest.mark.parametrize(
@@ -126,10 +129,12 @@ def test_tokens_that_change_on_another_rank_alone(ranks, options):
         check(ranks, {"shape": (1, 2, 1, sum(counts), 4, 4), "layout": layout, "options": options, "passes_layout": False})
 
 
+@pytest.mark.parametrize("given", ["decay", "gate", "decay, gate"])
 @pytest.mark.parametrize("bounds", ["none", "packed, padding"])
 @pytest.mark.parametrize("kind", ["linear", "quadratic", "softmax", "linear, window", "quadratic, window", "softmax, window"])
-def test_decays_above_zero_and_nan(ranks, kind, bounds):
-    """NaN reaches the queries of other ranks that see a key before it, and no others."""
+def test_decays_above_zero_and_nan(ranks, kind, bounds, given):
+    """A NaN decay reaches the queries of other ranks that see a key before it, a NaN gate those that weigh its key by it, and
+    no others."""
     kind, window, n = kind.split(",")[0], 9 if "window" in kind else None, 60
     options = (
         {"causal": True, "window": window}
@@ -137,8 +142,10 @@ def test_decays_above_zero_and_nan(ranks, kind, bounds):
         else {"causal": True, "algorithm": kind, "exact_window": window or 0}
     )
     layout = Layout((((0, 10), (40, 50)), ((10, 25), (55, 60)), ((25, 40), (50, 55))))
-    case = {"shape": (1, 4, 2, n, 5, 4), "layout": layout, "options": options, "decay": 0.1, "resets": 0.02, "odd": True}
+    case = {"shape": (1, 4, 2, n, 5, 4), "layout": layout, "options": options}
     case |= {"flash": kind == "softmax", "padding": "padding" in bounds}
+    case |= {"decay": 0.1, "resets": 0.02, "odd": given == "decay"} if "decay" in given else {}
+    case |= {"gate": "odd"} if "gate" in given else {}
     if "packed" in bounds:
         case["cu_seqlens"] = [0, 7, 33, 33, n]
     for seed in range(2):
@@ -148,7 +155,8 @@ def test_decays_above_zero_and_nan(ranks, kind, bounds):
         for name in ("o", "lse"):
             torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-9, equal_nan=True)
         assert expected["o"].isnan().any() or window is not None
-        assert not got["grad_log_decay"][tensors["log_decay"] > 0].any()
+        if "decay" in given:
+            assert not got["grad_log_decay"][tensors["log_decay"] > 0].any()
 
 
 def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
@@ -171,9 +179,10 @@ def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
 # ---- fp32, the ways of an exchange, repeatability
 
 
+@pytest.mark.parametrize("gate", ["", "ordinary"], ids=["", "gate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["linear", "quadratic", "softmax"])
-def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype):
+def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype, gate):
     layout = cuts(random.Random(0), 300, 3)
     flash = algorithm == "softmax"
     options = {"causal": True} if flash else {"causal": True, "algorithm": algorithm, "temperature": 4.0}
@@ -181,6 +190,7 @@ def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, d
         "shape": (1, 4, 2, 300, 16, 16),
         "layout": layout,
         "decay": 0.05,
+        "gate": gate,
         "flash": flash,
         "options": options,
         "dtype": dtype,
@@ -195,11 +205,13 @@ def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, d
 
 
 @pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("gate", ["", "ordinary"], ids=["", "gate"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
+def test_states_by_shares_are_those_that_are_gathered(ranks, decay, gate, p):
     layout = Layout((((0, 5), (70, 100)), (), ((5, 30), (40, 70)), ((30, 40),)))
     options = {"causal": True, "algorithm": "linear", "p": p, "a0": 30.0}
     case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "resets": 0.02, "options": options}
+    case["gate"] = gate
     gathered, shared = (ranks.run(with_a_message_of, size, case) for size in (1 << 40, -1))
     for one, other in zip(gathered, shared, strict=True):
         assert all(torch.equal(x, other[name]) for name, x in one.items())
@@ -219,8 +231,9 @@ def test_results_repeat_bit_by_bit(ranks):
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
-    case = drawn(seed + 1000)
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+def test_the_formula_says_how_many_bytes_are_exchanged(ranks, gate, seed):
+    case = drawn(seed + 1000, gate)
     case["dtype"] = random.Random(seed).choice([torch.float64, torch.float32, torch.bfloat16])
     case["options"].pop("rpe_matrix", None)  # a head dim of its own
     if case["flash"]:

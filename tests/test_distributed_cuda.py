@@ -76,6 +76,18 @@ CASES = {
     "softmax, decay": {"flash": True, "options": {}, "decay": 0.02, "layout": zigzag_layout(3000, WORLD)},
     "softmax, sequences": {"flash": True, "options": {}, "cu_seqlens": [0, 700, 701, 1400, 3000]},
     "softmax, window": {"flash": True, "options": {"window": 300}},
+    "linear, gate": {"options": {"algorithm": "linear"}, "gate": "ordinary", "layout": zigzag_layout(3000, WORLD)},
+    "linear, p = 1, gate": {"options": {"algorithm": "linear", "p": 1, "a0": 30.0}, "gate": "ordinary"},
+    "linear, gate, sequences": {
+        "options": {"algorithm": "linear"},
+        "gate": "ordinary",
+        "cu_seqlens": [0, 700, 701, 1400, 3000],
+    },
+    "linear, gate, decay": {"options": {"algorithm": "linear"}, "gate": "ordinary", "decay": 0.02, "resets": 0.001},
+    "linear, window, gate": {"options": {"algorithm": "linear", "exact_window": 300}, "gate": "ordinary", "decay": 0.02},
+    "quadratic, gate": {"options": {"algorithm": "quadratic"}, "gate": "ordinary", "padding": True},
+    "softmax, gate": {"flash": True, "options": {}, "gate": "ordinary", "layout": zigzag_layout(3000, WORLD)},
+    "softmax, window, gate": {"flash": True, "options": {"window": 300}, "gate": "ordinary", "decay": 0.02},
 }
 
 
@@ -96,8 +108,9 @@ def test_two_ranks_compute_what_one_process_does(ranks, name, dtype):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_parts_and_options_in_float64(ranks, seed):
-    case = drawn(seed)
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+def test_any_parts_and_options_in_float64(ranks, gate, seed):
+    case = drawn(seed, gate)
     case["layout"] = cuts(random.Random(seed), case["shape"][3], WORLD)
     got, expected = together(ranks.run(on_gpu, case), case["layout"]), in_one_process(case, double=True)
     for name, x in expected.items():

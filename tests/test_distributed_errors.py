@@ -66,6 +66,7 @@ DIFFERENT = {
     "window": ({"exact_window": 3}, {}, "exact_window .* got 3 on rank 0 and 0 on rank 1"),
     "mask": ({}, {"attention_mask": torch.ones(1, 6, dtype=torch.bool)}, "presence of attention_mask .* got False on rank 0"),
     "decay": ({"log_decay": torch.zeros(1, 2, 6)}, {}, "log_decay .* got given on rank 0 and None on rank 1"),
+    "gate": ({}, {"log_input_gate": torch.zeros(1, 2, 6)}, "log_input_gate .* got None on rank 0 and given on rank 1"),
     "dropout": ({"dropout": 0.5}, {"dropout": 0.25}, "dropout must be the same on all ranks, got 0.5 on rank 0 and 0.25"),
     "sequences": (
         {"cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32)},
@@ -73,6 +74,11 @@ DIFFERENT = {
         r"cu_seqlens must be the same on all ranks, got .*\[0, 5, 12\] on rank 0 and .*\[0, 7, 12\] on rank 1",
     ),
     "gradients": ({}, {"requires_grad": False}, "tensors with gradients .* got .'q'. on rank 0"),
+    "gradients of gates": (
+        {"log_input_gate": torch.zeros(1, 2, 6)},
+        {"log_input_gate": torch.zeros(1, 2, 6, requires_grad=True)},
+        "tensors with gradients .* got .'q'. on rank 0 and .'q', 'log_input_gate'. on rank 1",
+    ),
     "layout": ({"layout": Layout([[(0, 6)], [(6, 12)]])}, {}, "layout must be the same on all ranks"),
 }
 
@@ -90,6 +96,9 @@ def test_a_rank_that_differs_is_an_error_on_all(ranks, case):
 
 REFUSED = {
     "shape": ({"log_decay": torch.zeros(1, 2, 5)}, "log_decay must have shape"),
+    "shape of a gate": ({"log_input_gate": torch.zeros(1, 2, 5)}, "log_input_gate must have shape"),
+    "gate without causal": ({"log_input_gate": torch.zeros(1, 2, 6), "causal": False}, "log_input_gate needs causal=True"),
+    "type of a gate": ({"log_input_gate": torch.zeros(1, 2, 6).int()}, "log_input_gate must be"),
     "sequence": ({"normalize": "sequence"}, "normalize must be False or .token."),
     "a matrix": ({"rpe_matrix": torch.zeros(11, 4)}, "rpe_matrix must be .sinusoidal. or None"),
     "tokens": ({"layout": [[(0, 7)], [(7, 14)]]}, "q must have the 7 tokens that layout.[01]. holds, got 6"),
@@ -98,11 +107,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks, case):
-    options, message = case
+    options, message = REFUSED[case]
     for refuses in (0, 1):
-        a0 = {"a0": 20.0 + 2 * list(REFUSED.values()).index(case) + refuses}
+        a0 = {"a0": 20.0 + 2 * list(REFUSED).index(case) + refuses}
         both = [a0, a0]
         both[refuses] = a0 | options
         errors = both_raise(ranks, *both)

@@ -38,8 +38,22 @@ def tree(tmp_path) -> Path:
     return tmp_path
 
 
-def test_tables_are_those_of_the_results():
-    assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
+@pytest.fixture(scope="module")
+def checked():
+    """Returns the status of a check of all pages, and the files that it opened."""
+    opened, open_path = set(), Path.open
+
+    def record(path, *arguments, **options):
+        opened.add(path)
+        return open_path(path, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", record)
+        return tables.main(["--check"]), opened
+
+
+def test_tables_are_those_of_the_results(checked):
+    assert checked[0] == 0, "run python -m benchmarks.tables"
 
 
 def test_number_that_changes_makes_every_page_that_shows_it_stale(tree, capsys):
@@ -55,18 +69,10 @@ def test_number_that_changes_makes_every_page_that_shows_it_stale(tree, capsys):
     assert tables.main(["--check"], tree) == 0
 
 
-def test_every_csv_is_in_a_page(monkeypatch):
+def test_every_csv_is_in_a_page(checked):
     """Every CSV is shown by a table of some page. olmo2.csv is shown by a figure alone."""
-    opened, open_path = set(), Path.open
-
-    def record(path, *arguments, **options):
-        opened.add(path)
-        return open_path(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", record)
-    tables.main(["--check"])
     csvs = {path for pattern in CSVS for path in ROOT.glob(pattern)}
-    assert {path.name for path in csvs - opened} == {"olmo2.csv"}
+    assert {path.name for path in csvs - checked[1]} == {"olmo2.csv"}
 
 
 def test_every_block_is_in_a_page():

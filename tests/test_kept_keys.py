@@ -265,6 +265,26 @@ def test_steps_copy_nothing_to_the_host(step):
 
 
 @torch.no_grad()
+def test_a_packed_call_of_one_token_leaves_the_states_of_other_sequences():
+    """Their rows hold that token as padding. Neither its key nor its decay counts there."""
+    layer, x = make(**LAYER), tokens(2, LONG)
+    _, state = in_pieces(layer, x[:, :-1], [LONG - 1])
+    _, after = layer(x[:1, -1:], state, cu_seqlens=torch.tensor([0, 1, 1], dtype=torch.int32))
+    for name, y in state.kept.tensors().items():
+        assert torch.equal(after.kept.tensors()[name][1], y[1]), name
+    close(layer(x[1:, -1:], after.select([1]))[0], written_out(layer, x[1:])[:, -1:])
+
+
+@torch.no_grad()
+def test_a_prefill_clears_free_slots():
+    """Steps leave dropped keys in theirs. So the state after a prefill depends on the tokens alone."""
+    layer, x = make(**LAYER), tokens(2, 2 * LONG)
+    _, state = in_pieces(layer, x, [1] * LONG + [LONG])
+    free = state.kept.positions < 0
+    assert free.any() and all((y[free] == (-1 if name == "positions" else 0)).all() for name, y in state.kept.tensors().items())
+
+
+@torch.no_grad()
 def test_batches_of_states_at_different_positions():
     layer, lengths, more = make(**LAYER), [0, 1, BLOCK, BLOCK + 2, 2 * BLOCK + 1, 17], 9
     x = [tokens(1, n + more) for n in lengths]
@@ -334,6 +354,15 @@ def test_second_derivatives(sizes):
     assert gradgradcheck(lambda y: layer(y) if sizes is None else in_pieces(layer, y, sizes)[0], x)
 
 
+def test_steps_have_second_derivatives_with_a_custom_gradient():
+    layer, x, results = small(), torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True), []
+    for custom in (True, False):
+        layer.use_custom_gradient = custom
+        (gradient,) = torch.autograd.grad(in_pieces(layer, x, [1] * 5)[0].cos().sum(), x, create_graph=True)
+        results += torch.autograd.grad(gradient.cos().sum(), x)
+    close(*results)
+
+
 def test_forward_mode_and_functional_gradients():
     layer, x = make(**LAYER | {"use_custom_gradient": False}), tokens(2, LONG)
     of_y, direction = torch.randn(2, LONG, C, dtype=x.dtype), torch.randn_like(x)
@@ -373,6 +402,42 @@ def test_nan_reaches_no_earlier_row(decay):
         results.append([o, lse, *torch.autograd.grad(o.cos().sum() + lse[seen].sum(), list(tensors.values()))])
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected) and not actual.isnan().any()
+
+
+@torch.no_grad()
+def test_masked_places_have_gates_of_zero(monkeypatch):
+    """Like their keys and values: a kernel may compute with what it masks."""
+    layer, x, calls = make(**LAYER), tokens(1, LONG), []
+    attention = kept_keys.flash_attention
+    monkeypatch.setattr(kept_keys, "flash_attention", lambda *args, **given: calls.append(given) or attention(*args, **given))
+    layer(x)
+    (options,) = calls
+    masked = ~options["attention_mask"].unsqueeze(1).expand_as(options["log_input_gate"])
+    assert masked.any() and not options["log_input_gate"][masked].any()
+
+
+def test_nan_in_a_packed_sequence_reaches_no_other_with_a_state():
+    layer = FastmaxSelfAttention(4, 1, dtype=torch.float64, **LAYER | {"num_kv_heads": 1, "conv": 0, "exact_window": 1})
+    x = torch.randn(1, 9, 4, dtype=torch.float64)
+    x[:, 4:] = torch.nan
+    x.requires_grad_()
+    y, _ = layer(x, layer.init_state(2), cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
+    (gradient,) = torch.autograd.grad(y[:, :4].sum(), x)
+    assert y[:, :4].isfinite().all() and gradient[:, :4].isfinite().all()
+
+
+def test_steps_have_second_derivatives_by_the_state_alone():
+    layer, x = small().requires_grad_(False), torch.randn(1, 4, 4, dtype=torch.float64, requires_grad=True)
+
+    def gradient(layer):
+        _, state = in_pieces(layer, x[:, :3], [1, 1, 1])
+        y, _ = layer(x[:, 3:].detach(), state)
+        (first,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    expected = copy.deepcopy(layer)
+    expected.use_custom_gradient = False
+    close(gradient(layer), gradient(expected))
 
 
 # ---- dtypes, padding, packed sequences and compilers
@@ -513,3 +578,5 @@ def test_kept_keys_are_a_state_of_their_own():
     assert state.dtype == torch.bfloat16 and state.device.type == "cpu" and (state.positions == -1).all()
     assert state.values.shape == (2, 3, kept_keys.slots_of(6, 7), 5) == (2, 3, 6 + 7 + BLOCK, 5)
     assert state.repeat(2).keys.shape[0] == 4 and KeptKeys.cat([state, state]).log_factors.dtype == torch.float64
+    with pytest.raises(ValueError, match=r"states\[1\] must have the shape of kept values of states\[0\], \(3, 16, 5\)"):
+        KeptKeys.cat([state, KeptKeys.empty(2, 3, 4, 8, torch.bfloat16, None, 6, 7)])

@@ -118,6 +118,16 @@ def test_attention_mask_and_algorithm_are_keywords(device):
     assert torch.equal(FASTMultiHeadAttention()(**inputs, **options), fastmax_attention(**inputs, **options))
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_decays_and_gates_of_keys(window, device):
+    q, k, v = (torch.randn(2, 3, 8, 4, dtype=torch.float64, device=device) for _ in range(3))
+    gate, log_decay = torch.randn(2, 3, 8, device=device), -torch.rand(2, 3, 8, device=device)
+    module = FASTMultiHeadAttention(mask=True, exact_window=window)
+    for given in ({"log_input_gate": gate}, {"log_decay": log_decay}, {"log_decay": log_decay, "log_input_gate": gate}):
+        expected = fastmax_attention(q, k, v, causal=True, exact_window=window, **given)
+        assert torch.equal(module(q, k, v, **given), expected) and not torch.equal(expected, module(q, k, v))
+
+
 @pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
 def test_the_toggle_reaches_the_operator(custom, device):
     inputs, _ = make_inputs(CASE, device=device)

@@ -11,7 +11,7 @@ from processes import run
 from test_sharding import mesh_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-MODEL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--every", "2", "--parts", "exact_window=8"]
+MODEL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--every", "2", "--parts", "exact_window=8", "input_gate=True"]
 TRAINING = ["--no-bf16", "--context", "96", "--warmup", "1", "--steps", "4", "--rows", "4"]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 

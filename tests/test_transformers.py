@@ -499,7 +499,7 @@ def test_refused(model, arguments, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["sliding_window", "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices", "cache", "log_input_gate"],
+    ["sliding_window", "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices", "cache"],
 )
 def test_refused_by_argument(name):
     attention = llama().model.layers[0].self_attn

@@ -4,6 +4,7 @@ fastmax."""
 import contextlib
 import functools
 import inspect
+import os
 import re
 import sys
 import warnings
@@ -132,7 +133,6 @@ def quietly(function: Callable) -> Callable:
     return wrapped
 
 
-@functools.cache
 @quietly
 def outcome(kind: type[PreTrainedModel]) -> str:
     """Returns "equal", "refused", "no attention" or "not tried: ...". Anything else is an AssertionError."""
@@ -193,15 +193,33 @@ def compare(kind: type[PreTrainedModel], expected: list[Tensor], actual: list[Te
             torch.testing.assert_close(y[0][same], y[1][same], msg=f"{kind.__name__}: a later token is seen")
 
 
+@pytest.fixture(scope="session")
+def outcome_of(tmp_path_factory):
+    """`outcome`, which all processes of a run of the tests find once between them."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "outcomes"
+    folder.mkdir(exist_ok=True)
+
+    def find(kind: type[PreTrainedModel]) -> str:
+        path = folder / f"{kind.__module__}.{kind.__qualname__}"
+        if not path.exists():
+            new = folder / str(os.getpid())  # another process may find it too
+            new.write_text(outcome(kind), encoding="utf-8")
+            new.replace(path)
+        return path.read_text(encoding="utf-8")
+
+    return find
+
+
 @pytest.mark.parametrize("family", families())
-def test_family(family):
+def test_family(family, outcome_of):
     for kind in model_classes(family):
-        outcome(kind)
+        outcome_of(kind)
 
 
-def test_outcomes_are_plausible():
+def test_outcomes_are_plausible(outcome_of):
     """A recipe for tiny models that no longer fits would turn every outcome into "not tried"."""
-    outcomes = {kind.__name__: outcome(kind) for family in families() for kind in model_classes(family)}
+    outcomes = {kind.__name__: outcome_of(kind) for family in families() for kind in model_classes(family)}
     counts = Counter(text.partition(":")[0] for text in outcomes.values())
     print(dict(counts))
     assert counts["equal"] > 200 and counts["refused"] > 150 and counts["no attention"] < 40, counts

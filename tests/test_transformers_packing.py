@@ -12,7 +12,7 @@ from tiny_decoders import gpt2, hybrid, llama, mistral, run, tokens  # noqa: E40
 from transformers import masking_utils as masks  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
-from fastmax.integrations.transformers import FastmaxCache, add_decay  # noqa: E402
+from fastmax.integrations.transformers import FastmaxCache, add_decay, add_input_gate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
 
@@ -27,8 +27,10 @@ def gemma(**options):
 def gated(**options):
     model = llama(fastmax=options)
     add_decay(model, 8.0)
+    add_input_gate(model)
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.fastmax_decay.weight, std=0.3)
+        for gate in (layer.self_attn.fastmax_decay, layer.self_attn.fastmax_input_gate):
+            torch.nn.init.normal_(gate.weight, std=0.3)
     return model
 
 

@@ -14,6 +14,8 @@ from fastmax.convert.layers import check_module
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 from fastmax.core import validation
 
+_GATES = "decay", "input_gate"  # in names of their parameters, which are 0 at first
+
 
 @fresh_casts()
 def finetune(
@@ -29,7 +31,7 @@ def finetune(
 ) -> list[dict[str, float]]:
     """Trains the model on next-token prediction, with AdamW, warm-up and a cosine schedule down to a tenth of the rate.
 
-    Weight decay applies to matrices except those of decay gates. The training mode of the model is not changed: call
+    Weight decay applies to matrices except those of decay and input gates. The training mode of the model is not changed: call
     `model.train()` first if it has dropout.
 
     Args:
@@ -66,7 +68,7 @@ def finetune(
     decayed: list[Tensor] = []
     rest: list[Tensor] = []
     for name, x in trained.items():
-        (decayed if x.dim() >= 2 and "decay" not in name else rest).append(x)
+        (decayed if x.dim() >= 2 and not any(gate in name for gate in _GATES) else rest).append(x)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
     schedule = warmup_and_cosine(optimizer, steps, warmup, final=0.1)

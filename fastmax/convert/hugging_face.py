@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fastmax.convert.masks import MaskOfTeacher
-from fastmax.integrations.transformers import add_decay, options
-from fastmax.integrations.transformers.decay import GATE
+from fastmax.integrations.transformers import add_decay, add_input_gate, options
+from fastmax.integrations.transformers.gates import DecayGate, InputGate
 from fastmax.integrations.transformers.layers import attention_layers, is_causal_self_attention, runs_fastmax
 
 __all__ = ["MaskOfTeacher", "fastmax_layers", "is_causal_self_attention", "options_to_change", "swap"]
@@ -33,10 +33,11 @@ def swap(
     layers: Iterable[int] | str | None,
     temperature: float | None,
     half_lives: tuple[float, float] | None,
+    input_gate: bool,
 ) -> list[str]:
-    """Switches the model to fastmax attention with these options. Returns the names of the parameters of new decay gates.
+    """Switches the model to fastmax attention with these options. Returns the names of the parameters of new gates.
 
-    Gates are added if `half_lives` (longest, shortest) is given. An error restores the configuration.
+    Decay gates are added if `half_lives` (longest, shortest) is given. An error restores the configuration.
     """
     configs = list(options.configurations(model))
     before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
@@ -50,16 +51,18 @@ def swap(
             options.check_options(each)
             config.fastmax = each
         model.set_attn_implementation(options.NAME)
-        if half_lives is None:
-            return []
-        longest, shortest = half_lives
-        gates = add_decay(model, longest, shortest_half_life=shortest)
+        gates = []
+        if half_lives is not None:
+            longest, shortest = half_lives
+            gates += [f"{name}.{DecayGate.PLACE}" for name in add_decay(model, longest, shortest_half_life=shortest)]
+        if input_gate:
+            gates += [f"{name}.{InputGate.PLACE}" for name in add_input_gate(model)]
     except Exception:
         for config, _, attributes in before:
             vars(config).clear()
             vars(config).update(attributes)
         raise
-    return [f"{name}.{GATE}.{part}" for name in gates for part in ("weight", "bias")]
+    return [f"{gate}.{part}" for gate in gates for part in ("weight", "bias")]
 
 
 def _merged(config: PreTrainedConfig, chosen: dict) -> dict:

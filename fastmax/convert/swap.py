@@ -23,6 +23,7 @@ def swap(
     temperature: float | None = None,
     decay: bool = False,
     longest_half_life: float = 8192.0,
+    input_gate: bool = False,
 ) -> list[str]:
     """Replaces softmax attention in a model by fastmax attention with an exact window, in place and with the same weights.
 
@@ -40,6 +41,7 @@ def swap(
         decay: add decay gates to layers that have none. At first they do not depend on x.
         longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
             geometrically from an eighth of it.
+        input_gate: add input gates to layers that have none. At first they multiply by 1.
 
     Returns:
         The names of new parameters.
@@ -50,24 +52,29 @@ def swap(
     check_module("model", model)
     validation.check_count("exact_window", exact_window)
     validation.check_bool("decay", decay)
+    validation.check_bool("input_gate", input_gate)
     validation.check_positive("longest_half_life", longest_half_life)
     if temperature is not None:
         validation.check_positive("temperature", temperature)
     if is_of_transformers(model):
         half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
-        return hugging_face().swap(model, exact_window, layers, temperature, half_lives)
+        return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate)
 
     chosen = _chosen(_softmax_layers(model), layers)
     options = {
         name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
     }
-    gates = {name: _new_gate(layer, longest_half_life) for name, layer in chosen.items() if decay and layer.decay_proj is None}
+    gates: list[str] = []
     for name, layer in chosen.items():
         layer.options = options[name]
         layer.attention = "fastmax"
-        if name in gates:
-            layer.decay_proj, layer.longest_half_life = gates[name], float(longest_half_life)
-    return [f"{name}.decay_proj.{part}".lstrip(".") for name in gates for part in ("weight", "bias")]
+        if decay and layer.decay_proj is None:
+            layer.decay_proj, layer.longest_half_life = _new_decay_gate(layer, longest_half_life), float(longest_half_life)
+            gates.append(f"{name}.decay_proj")
+        if input_gate and layer.input_gate_proj is None:
+            layer.input_gate_proj = _new_gate(layer)
+            gates.append(f"{name}.input_gate_proj")
+    return [f"{gate}.{part}".lstrip(".") for gate in gates for part in ("weight", "bias")]
 
 
 def _softmax_layers(model: nn.Module) -> dict[str, FastmaxSelfAttention]:
@@ -101,10 +108,16 @@ def _chosen(found: dict[str, nn.Module], layers: Iterable[int | str] | None) -> 
     return chosen
 
 
-def _new_gate(layer: FastmaxSelfAttention, longest_half_life: float) -> nn.Linear:
+def _new_gate(layer: FastmaxSelfAttention) -> nn.Linear:
     weight = layer.qkv_proj.weight
     gate = nn.Linear(layer.embed_dim, layer.num_kv_heads, device=weight.device, dtype=weight.dtype)
     nn.init.zeros_(gate.weight)
+    nn.init.zeros_(gate.bias)
+    return gate.train(layer.training)
+
+
+def _new_decay_gate(layer: FastmaxSelfAttention, longest_half_life: float) -> nn.Linear:
+    gate = _new_gate(layer)
     with torch.no_grad():
         gate.bias.copy_(biases_of_half_lives(layer.num_kv_heads, longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life))
-    return gate.train(layer.training)
+    return gate

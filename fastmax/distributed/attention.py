@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,6 +57,7 @@ def context_parallel_attention(
     exact_window: int = 0,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
+    log_input_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `fastmax_attention` of a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -75,7 +76,7 @@ def context_parallel_attention(
         drop_noise: noise of the local output. None: drawn from the generator of this rank.
         rpe_matrix: None or "sinusoidal".
         normalize: False or "token".
-        log_decay: (b, hk, n) of the local tokens.
+        log_decay, log_input_gate: (b, hk, n) of the local tokens; each given on all ranks or on none.
         cu_seqlens: int32 (s + 1,) of the whole sequence, the same on all ranks.
         causal, dropout, temperature, a0, a1, a2, lim, p, algorithm, exact_window, return_lse: as in `fastmax_attention`, the
             same on all ranks. "auto" chooses by the length of the whole sequence.
@@ -91,7 +92,7 @@ def context_parallel_attention(
     with report_errors(group):
         validation.check_flag("causal", causal)
         q, k, v = cast_for_autocast(q, k, v)
-        _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
+        _check_tensors(q, k, v, causal, attention_mask, log_decay, log_input_gate, cu_seqlens)
         score = validation.check_score(temperature, a0, a1, a2, p)
         kind = validation.check_normalize(normalize, lim)
         if kind == "sequence":
@@ -110,8 +111,10 @@ def context_parallel_attention(
             q, k, v, causal=causal, drop_noise=drop_noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
             temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask, algorithm=algorithm,
             log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
+            log_input_gate=log_input_gate,
         )  # fmt: skip
-    arguments = _check_across_ranks(group, layout, q, k, v, causal, attention_mask, log_decay, cu_seqlens, options)
+    tensors = q, k, v, attention_mask, log_decay, log_input_gate
+    arguments = _check_across_ranks(group, layout, *tensors, causal, cu_seqlens, options)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
     positions = None if rpe_matrix is None else _positions(arguments.parts, q.device)
     q, k = prepare_queries_and_keys(q, k, kind, lim, positions)
@@ -137,6 +140,7 @@ def context_parallel_flash_attention(
     log_decay: Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
+    log_input_gate: Tensor | None = None,
     group: Group = None,
     layout: Layout | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -149,7 +153,7 @@ def context_parallel_flash_attention(
     Args:
         q, k, v: (b, h, n, d), (b, hk, n, d), (b, hk, n, dv), the n local tokens.
         window: None, or bounded on both sides, or on the left if causal.
-        attention_mask, log_decay, cu_seqlens, group, layout: as in `context_parallel_attention`.
+        attention_mask, log_decay, log_input_gate, cu_seqlens, group, layout: as in `context_parallel_attention`.
         causal, scale, return_lse: as in `flash_attention`.
 
     Returns:
@@ -166,7 +170,7 @@ def context_parallel_flash_attention(
         validation.check_flag("causal", causal)
         validation.check_bool("return_lse", return_lse)
         q, k, v = cast_for_autocast(q, k, v)
-        _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
+        _check_tensors(q, k, v, causal, attention_mask, log_decay, log_input_gate, cu_seqlens)
         score = Softmax(validation.check_scale(scale, q.shape[-1]))
         left, right = validation.check_window(window)
         right = 0 if causal else right
@@ -185,9 +189,11 @@ def context_parallel_flash_attention(
             log_decay=log_decay,
             window=window,
             cu_seqlens=cu_seqlens,
+            log_input_gate=log_input_gate,
         )
     options = {"function": "context_parallel_flash_attention", "score": score, "window": (left, right)}
-    arguments = _check_across_ranks(group, layout, q, k, v, causal, attention_mask, log_decay, cu_seqlens, options)
+    tensors = q, k, v, attention_mask, log_decay, log_input_gate
+    arguments = _check_across_ranks(group, layout, *tensors, causal, cu_seqlens, options)
     with ops.without_autocast(q):
         if left >= 0:
             o, lse = _in_window(q, _with_halo(k, v, arguments, left, right), arguments, score, left, right)
@@ -236,6 +242,7 @@ class _Arguments(NamedTuple):
     causal: bool
     mask: Tensor | None
     log_decay: Tensor | None
+    log_input_gate: Tensor | None  # in the compute dtype and its range
     cu_seqlens: Tensor | None
     layout: Layout
     group: dist.ProcessGroup
@@ -247,12 +254,13 @@ class _Arguments(NamedTuple):
 
 
 class _PartKeys(NamedTuple):
-    """Keys, values, mask and decays of a part and its halo, m tokens. The halo ends where the sequence does."""
+    """Keys, values, mask, decays and gates of a part and its halo, m tokens. The halo ends where the sequence does."""
 
     k: Tensor  # (b, hk, m, d)
     v: Tensor
     mask: Tensor | None  # bool (b, m)
     log_decay: Tensor | None  # (b, hk, m)
+    log_input_gate: Tensor | None  # (b, hk, m)
 
     def narrow(self, first: int, count: int) -> _PartKeys:
         if count == self.k.shape[2]:  # a view would cost a copy into zeros in the backward
@@ -266,7 +274,7 @@ class _PartKeys(NamedTuple):
         return _PartKeys(*(None if x is None else function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
 
 
-_TOKEN_DIMENSIONS = (2, 2, 1, 2)
+_TOKEN_DIMENSIONS = (2, 2, 1, 2, 2)
 
 
 class _Keys(NamedTuple):
@@ -282,11 +290,10 @@ class _Keys(NamedTuple):
     def side_by_side(self) -> _PartKeys:
         if len(self.parts) == 1:
             return self.parts[0]
-        k, v, mask, decays = zip(self.none, *self.parts, strict=True)
-        decay = None if decays[0] is None else torch.cat(decays, dim=2)
+        of_parts = _PartKeys(*zip(self.none, *self.parts, strict=True))
         if self.own is not None:
-            return self.own._replace(log_decay=decay)
-        return _PartKeys(torch.cat(k, dim=2), torch.cat(v, dim=2), None if mask[0] is None else torch.cat(mask, dim=1), decay)
+            return self.own._replace(log_decay=None if self.own.log_decay is None else torch.cat(of_parts.log_decay, dim=2))
+        return of_parts._each(lambda x, dim: None if x[0] is None else torch.cat(x, dim=dim))
 
 
 # ---- arguments
@@ -315,9 +322,10 @@ def _check_tensors(
     causal: bool,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    validation.check_tensors(q, k, v, causal, mask, log_decay)
+    validation.check_tensors(q, k, v, causal, mask, log_decay, log_input_gate)
     if q.dim() != 4:
         raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
     if q.shape[2] != k.shape[2]:
@@ -343,25 +351,29 @@ def _check_across_ranks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
     mask: Tensor | None,
     log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
+    causal: bool,
     cu_seqlens: Tensor | None,
     options: dict,
 ) -> _Arguments:
     """Checks that all ranks pass the same options, tensor shapes and dtypes. Returns the arguments with the layout."""
-    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "log_input_gate": log_input_gate}
     grads = [name for name, x in tensors.items() if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     options = options | {
-        "causal": bool(causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
+        "causal": bool(causal), "dtype of q": q.dtype, "device of q": q.device.type,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
         "head_dim of v": v.shape[3], "presence of attention_mask": mask is not None,
         "log_decay": None if log_decay is None else "given",
+        "log_input_gate": None if log_input_gate is None else "given",
         "cu_seqlens": None if cu_seqlens is None else describe_cu_seqlens(cu_seqlens),
+        "tensors with gradients": grads,
     }  # fmt: skip
     layout = _check_layout_across_ranks(group, layout, q.shape[2], options)
     validation.check_cu_seqlens(cu_seqlens, q, k, layout.tokens)
-    return _Arguments(causal, mask, log_decay, cu_seqlens, layout, group)
+    gate = None if log_input_gate is None else eager.clamped_gate(log_input_gate, eager.compute_dtype(q.dtype))
+    return _Arguments(causal, mask, log_decay, gate, cu_seqlens, layout, group)
 
 
 def _check_layout_across_ranks(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
@@ -424,7 +436,7 @@ def _attend(
     for x, part in zip(keys.parts, arguments.parts, strict=True):
         first = max(0, part.start - left)
         last = min(part.stop + right, arguments.layout.tokens)
-        local_keys.append(x.narrow(first - max(0, part.start - window), last - first))
+        local_keys.append(x.narrow(first - max(0, part.start - window), last - first)._replace(log_input_gate=None))
     outputs = [_in_window(q, keys._replace(parts=local_keys), arguments, Softmax(score.scale), left, right)]
     return merge_attention(*zip(*outputs, *(finish() for finish in finish_global), strict=True))
 
@@ -464,17 +476,17 @@ def _start_causal(
         starts.append(first)
         own.append(x._replace(log_decay=decay).narrow(0, part.tokens))
     bounded = arguments.log_decay is not None or arguments.cu_seqlens is not None
-    k, v, mask, decay = keys._replace(parts=own).side_by_side()
+    k, v, mask, decay, gate = keys._replace(parts=own).side_by_side()
     without_keys = q.shape[2] - k.shape[2]
     q = q if without_keys == 0 else q[:, :, without_keys:]
     k_starts = tuple(x for x in starts if x is not None) if bounded else None  # if bounded, all of them
     part_decays = None if k_starts is None else PartDecays(k, decay, k_starts, layout, arguments.group)
     attend: Callable[[], tuple[Tensor, Tensor]]
     if isinstance(score, Score) and algorithm == "linear":
-        attend = states.begin(q, k, v, decay, states.Job(score, layout, arguments.group, mask, k_starts, part_decays))
+        attend = states.begin(q, k, v, decay, gate, states.Job(score, layout, arguments.group, mask, k_starts, part_decays))
     else:
         job = ring.Job(score, True, layout, arguments.group, mask, k_starts, part_decays, None)
-        attend = partial(ring.attend, q, k, v, decay, job)
+        attend = partial(ring.attend, q, k, v, decay, gate, job)
 
     def finish() -> tuple[Tensor, Tensor]:
         o, z = attend()
@@ -498,7 +510,7 @@ def _non_causal_ring(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, sco
         none = arguments.cu_seqlens.new_empty(0)
         ranges = tuple(torch.cat(x) for x in zip((none, none), *of_parts, strict=True))
     o, z = ring.attend(
-        q, k, v, None, ring.Job(score, False, arguments.layout, arguments.group, arguments.mask, None, None, ranges)
+        q, k, v, None, None, ring.Job(score, False, arguments.layout, arguments.group, arguments.mask, None, None, ranges)
     )
     return o, z if isinstance(score, Softmax) else log_of_sums(z)
 
@@ -515,7 +527,7 @@ def _in_window(q: Tensor, keys: _Keys, arguments: _Arguments, score: Softmax, le
         # Operators align the last query with the last key, the token that is `ahead` of this query.
         ahead = min(right, arguments.layout.tokens - part.stop)
         after = -1 if right == 0 else right - ahead
-        call = Call(score, causal=right == 0, left=left + ahead, right=after, attention_mask=x.mask)
+        call = Call(score, right == 0, left=left + ahead, right=after, attention_mask=x.mask, log_input_gate=x.log_input_gate)
         first = end = None
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay, False, eager.compute_dtype(q.dtype))
@@ -538,29 +550,28 @@ def _with_halo(k: Tensor, v: Tensor, arguments: _Arguments, before: int, after: 
     """Returns the keys of each local part with a halo of `before` and `after` tokens, or as many as the sequence has there."""
     wide = eager.compute_dtype(k.dtype)
     mask, decay = arguments.mask, None if arguments.log_decay is None else arguments.log_decay.to(wide)
+    gate = arguments.log_input_gate
     if before + after == 0:
-        own = _PartKeys(k, v, mask, decay)
+        own = _PartKeys(k, v, mask, decay, gate)
         return _Keys([own.narrow(part.offset, part.tokens) for part in arguments.parts], own.narrow(0, 0), own)
     layout = arguments.layout
     around_parts = before, after, layout, arguments.group
     numeric_mask = None if mask is None else mask.unsqueeze(1).to(wide)
     k_halo, v_halo = halo((k, v), *around_parts)
-    given = tuple(x for x in (numeric_mask, decay) if x is not None)
+    given = tuple(x for x in (numeric_mask, decay, gate) if x is not None)
     of_given = iter(halo(given, *around_parts) if given else ())
-    mask_halo, decay_halo = (None if x is None else next(of_given) for x in (numeric_mask, decay))
+    mask_halo, decay_halo, gate_halo = (None if x is None else next(of_given) for x in (numeric_mask, decay, gate))
+    of_heads: Sequence[tuple[Any, Any]] = (k, k_halo), (v, v_halo), (decay, decay_halo), (gate, gate_halo)
     parts = []
     for i, part in enumerate(arguments.parts):
         at = (i, part, before, after, layout.tokens)
         x_mask = None if numeric_mask is None else around(numeric_mask, mask_halo, *at).squeeze(1) > 0
-        x_decay = None if decay is None else around(decay, decay_halo, *at)
-        parts.append(_PartKeys(around(k, k_halo, *at), around(v, v_halo, *at), x_mask, x_decay))
+        x_k, x_v, x_decay, x_gate = (None if x is None else around(x, x_halo, *at) for x, x_halo in of_heads)
+        parts.append(_PartKeys(x_k, x_v, x_mask, x_decay, x_gate))
     # Concatenated with the empty halo, so that its backward runs on this rank too.
-    none = _PartKeys(
-        torch.cat([k[:, :, :0], k_halo[:, :, :0]], dim=2),
-        torch.cat([v[:, :, :0], v_halo[:, :, :0]], dim=2),
-        None if mask is None else mask[:, :0],
-        None if decay is None or decay_halo is None else torch.cat([decay[:, :, :0], decay_halo[:, :, :0]], dim=2),
-    )
+    empty = (None if x is None else torch.cat([x[:, :, :0], x_halo[:, :, :0]], dim=2) for x, x_halo in of_heads)
+    none_k, none_v, none_decay, none_gate = empty
+    none = _PartKeys(none_k, none_v, None if mask is None else mask[:, :0], none_decay, none_gate)
     return _Keys(parts, none)
 
 

@@ -9,7 +9,6 @@ extended: it replaces `torch.nn.functional.scaled_dot_product_attention` by name
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from fastmax.core import validation
-from fastmax.core.call import ACCOMPANYING
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -42,11 +40,6 @@ from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
 _CONTEXT_PARALLEL = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
-# Tensors of a call that ranks do not send each other.
-_NOT_SENT = {
-    attention: [name for name in ACCOMPANYING if name not in inspect.signature(attention).parameters]
-    for attention in _CONTEXT_PARALLEL.values()
-}
 
 
 class Context:
@@ -211,9 +204,6 @@ class Context:
                     "use_custom_gradient=False is not supported with context parallelism: autograd cannot record collectives"
                 )
             sharded_dispatch.refuse("context parallelism takes the local tokens as plain tensors", q=q, k=k, v=v)
-            for name in _NOT_SENT[attention]:
-                if options.pop(name, None) is not None:
-                    raise ValueError(f"{name} is not supported with context parallelism: ranks do not send it; pass None")
             if not isinstance(q, Tensor):
                 raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
             validation.check_dense("q", q)
@@ -263,7 +253,7 @@ class ContextParallel(ParallelStyle):
     Each rank passes its local tokens x (b, n, embed_dim) and gets their outputs. Positions, convolutions, decays and windows
     extend across ranks. `cu_seqlens` covers the whole sequence and is the same on all ranks. `attention_mask` covers the local
     tokens; padding must be on the left or right of a sequence. All ranks must run the forwards and backwards in the same
-    order. Decoding states and layers with `input_gate` are not supported.
+    order. Decoding states and layers with `kept_keys` are not supported.
 
     The weight gradients of a rank are those of its local tokens. Sum them over ranks if the loss is a sum over tokens, or is
     divided by the number of tokens of all ranks.

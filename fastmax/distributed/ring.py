@@ -7,8 +7,8 @@ The backward is a second ring, of keys, values and their gradients. Given o and 
 all keys, an operator returns the gradients of one block. Gradients make one more step than the keys, which brings them to their
 owner. The gradients of a rank's own keys are not sent.
 
-With decays, attention of a part to an earlier part is one causal call over the keys of both. The keys of the later part are
-masked and contribute only their decays.
+With decays or gates, attention of a part to an earlier part is one causal call over the keys of both. The keys of the later
+part are masked and contribute only their decays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGNED = 16  # bytes: alignment of tensors in a message, for vectorised loads 
 
 
 class Job(NamedTuple):
-    """The arguments of a call beside q, k, v and log_decay."""
+    """The arguments of a call beside q, k, v, log_decay and log_input_gate."""
 
     score: Score | Softmax
     causal: bool
@@ -56,23 +56,31 @@ class Job(NamedTuple):
         return (self.group.rank() - step) % self.layout.world
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_input_gate: Tensor | None, job: Job
+) -> tuple[Tensor, Tensor]:
     """Returns o (b, h, n, dv) and the denominators, or log-sum-exp, (b, h, n) of the local tokens."""
-    return _Ring.apply(job, q, k, v, log_decay)
+    return _Ring.apply(job, q, k, v, log_decay, log_input_gate)
 
 
 class Keys(NamedTuple):
-    """Keys and values of a rank with their decays and mask, as they are sent around the ring."""
+    """Keys and values of a rank with their decays, gates and mask, as they are sent around the ring."""
 
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
+    log_input_gate: Tensor | None
     mask: Tensor | None
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that get a gradient."""
+        return self[:4]
 
     def of(self, tokens: slice) -> Keys:
         """Returns a slice of the tokens."""
-        k, v, decay = (None if x is None else x[:, :, tokens] for x in self[:3])
-        return Keys(k, v, decay, None if self.mask is None else self.mask[:, tokens])
+        k, v, decay, gate = (None if x is None else x[:, :, tokens] for x in self.differentiable)
+        return Keys(k, v, decay, gate, None if self.mask is None else self.mask[:, tokens])
 
     def with_tokens(self, tokens: int) -> Keys:
         """Returns meta tensors with this number of tokens."""
@@ -80,7 +88,7 @@ class Keys(NamedTuple):
         def shaped(x: Tensor | None, dim: int) -> Tensor | None:
             return None if x is None else x.new_empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), device="meta")
 
-        return Keys(*(shaped(x, dim) for x, dim in zip(self, (2, 2, 2, 1), strict=True)))
+        return Keys(*(shaped(x, dim) for x, dim in zip(self, (2, 2, 2, 2, 1), strict=True)))
 
 
 def _bytes(x: Tensor) -> int:
@@ -161,12 +169,14 @@ def _blocks(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
     seen = {part: tuple(keys for keys in all_keys if keys.start < part.start) for part in of_rank}
     for keys, queries in groupby(of_rank, seen.get):
         if keys:
-            yield _block(job, tuple(queries), keys, held, causal=False)
+            block = _block(job, tuple(queries), keys, held, causal=False)
+            yield block if held.log_input_gate is None else _as_causal(block, None)
 
 
 def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Keys, causal: bool) -> Block:
     x = held.of(_span(keys))
-    return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", attention_mask=x.mask))
+    call = Call(job.score, causal, algorithm="quadratic", attention_mask=x.mask, log_input_gate=x.log_input_gate)
+    return Block(queries, keys, x.k, x.v, call)
 
 
 def _blocks_by_part(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Block]:
@@ -187,10 +197,10 @@ def _blocks_by_part(job: Job, own: Keys, held: Keys, owner: int) -> Iterator[Blo
                 shape = (*block.k.shape[:2], queries.tokens)
                 call = call._replace(k_start=first.expand(shape), k_end=end.expand(shape))
             block = block._replace(call=call)
-            if keys != queries and x.log_decay is not None:
-                yield _with_decays(job, block, own.of(queries.local), x)
-            else:
+            if keys == queries or (x.log_decay is None and x.log_input_gate is None):
                 yield block
+            else:
+                yield _as_causal(block, _decays_of_both(job, block, own.of(queries.local), x))
 
 
 def _k_start(job: Job, i: int, keys: Part) -> Tensor:
@@ -201,20 +211,36 @@ def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
 
 
-def _with_decays(job: Job, block: Block, own: Keys, held: Keys) -> Block:
-    """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
-    assert job.part_decays is not None and own.log_decay is not None
+def _decays_of_both(job: Job, block: Block, own: Keys, held: Keys) -> Tensor | None:
+    """Returns the decays of the key part and the query part of a block, (b, hk, tokens of both).
+
+    The first decay of the query part includes those of the parts between.
+    """
+    if own.log_decay is None or held.log_decay is None:
+        return None
+    assert job.part_decays is not None
     (queries,), (keys,) = block.queries, block.keys
     between = job.part_decays.log_decay_of(job.layout.index[keys] + 1, job.layout.index[queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
-    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
-    mask = k.new_ones(k.shape[0], keys.tokens, dtype=torch.bool) if held.mask is None else held.mask
+    return torch.cat([held.log_decay, decay], dim=2)
+
+
+def _as_causal(block: Block, log_decay: Tensor | None) -> Block:
+    """Returns a block of earlier keys as a causal call, as decays and gates need. A masked key for each query follows its keys.
+
+    `log_decay` has the tokens of the keys and of the queries.
+    """
+    (b, _, tokens, _), queries = block.k.shape, block.rows.stop - block.rows.start
+    mask, gate = block.call.attention_mask, block.call.log_input_gate
+    mask = block.k.new_ones(b, tokens, dtype=torch.bool) if mask is None else mask
     call = block.call._replace(
         causal=True,
-        log_decay=torch.cat([held.log_decay, decay], dim=2),
-        attention_mask=F.pad(mask, (0, queries.tokens)),
+        log_decay=log_decay,
+        attention_mask=F.pad(mask, (0, queries)),
+        log_input_gate=None if gate is None else F.pad(gate, (0, queries)),
     )
+    k, v = (F.pad(x, (0, 0, 0, queries)) for x in (block.k, block.v))
     return block._replace(k=k, v=v, call=call)
 
 
@@ -261,8 +287,10 @@ class _Ring(torch.autograd.Function):
     """Ring attention; the backward is a second ring."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
-        own = Keys(k, v, log_decay, job.mask)
+    def forward(
+        ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_input_gate: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        own = Keys(k, v, log_decay, log_input_gate, job.mask)
         sums = {part: _PartialOutputs(job.score) for part in job.parts}
         for held, owner in _ring_steps(job, own):
             for block in _blocks(job, own, held, owner):
@@ -273,7 +301,7 @@ class _Ring(torch.autograd.Function):
         o, statistic = eager.empty_like_layout(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         for part, x in sums.items():
             o[:, :, part.local], statistic[:, :, part.local] = x.result()
-        ctx.save_for_backward(q, k, v, log_decay, o, statistic)
+        ctx.save_for_backward(q, k, v, log_decay, log_input_gate, o, statistic)
         ctx.job = job
         ctx.set_materialize_grads(False)
         return o, statistic
@@ -281,15 +309,15 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor | None, grad_statistic: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, o, statistic = ctx.saved_tensors
-        job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
+        q, k, v, log_decay, log_input_gate, o, statistic = ctx.saved_tensors
+        job, own = ctx.job, Keys(k, v, log_decay, log_input_gate, ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         of_own_queries = _GradientSums((q,))
         of_own_keys: _GradientSums
         of_decays = None if log_decay is None else _DecayGradients(job, log_decay)
         pending: Pending | None = None
         for step, (held, owner) in enumerate(_ring_steps(job, own)):
-            of_keys = _GradientSums(held[:3])
+            of_keys = _GradientSums(held.differentiable)
             for block in _blocks(job, own, held, owner):
                 rows, columns = block.rows, block.columns
                 tokens = columns.stop - columns.start
@@ -311,9 +339,10 @@ class _Ring(torch.autograd.Function):
             pending = ring_send_recv("gradients of keys and values", message, expected, job.group, tag=1)
         if pending is not None:
             of_own_keys.add_all(_unpack(pending.wait(), gradients_of(own, step)))
-        (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
-        grad_decay = None if of_decays is None else of_decays.result(grads[2]).to(log_decay.dtype)
-        return None, grad_q.to(q.dtype), *(x.to(k.dtype) for x in grads[:2]), grad_decay
+        (grad_q,), (grad_k, grad_v, *grads) = of_own_queries.result(), of_own_keys.result()
+        grad_decay = None if of_decays is None else of_decays.result(grads.pop(0)).to(log_decay.dtype)
+        grad_gate = None if log_input_gate is None else grads[0]
+        return None, grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_decay, grad_gate
 
 
 def gradients_of(keys: Keys, step: int) -> list[Tensor]:
@@ -322,7 +351,7 @@ def gradients_of(keys: Keys, step: int) -> list[Tensor]:
     After step 1 they come from one rank and have the dtype of the keys. After later steps they are sums over ranks, in the
     compute dtype.
     """
-    given = (x for x in keys.with_tokens(keys.k.shape[2])[:3] if x is not None)
+    given = (x for x in keys.with_tokens(keys.k.shape[2]).differentiable if x is not None)
     return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
 
 

@@ -135,7 +135,7 @@ def _first_part(layout: Layout, backward: bool) -> tuple[Part, ...]:
 
 
 class Job(NamedTuple):
-    """The arguments of a call beside q, k, v and log_decay."""
+    """The arguments of a call beside q, k, v, log_decay and log_input_gate."""
 
     score: Score
     layout: Layout
@@ -149,16 +149,18 @@ class Job(NamedTuple):
         """Parts of this rank."""
         return self.layout.of(self.group.rank())
 
-    def call(self, i: int, log_decay: Tensor | None) -> Call:
+    def call(self, i: int, log_decay: Tensor | None, log_input_gate: Tensor | None) -> Call:
         """Returns the `Call` of the i-th local part."""
         local = self.parts[i].local
         mask = None if self.mask is None else self.mask[:, local]
-        decay = None if log_decay is None else log_decay[..., local]
+        decay, gate = (None if x is None else x[..., local] for x in (log_decay, log_input_gate))
         first = None if self.k_starts is None else self.k_starts[i]
-        return Call(self.score, causal=True, attention_mask=mask, log_decay=decay, k_start=first)
+        return Call(self.score, causal=True, attention_mask=mask, log_decay=decay, k_start=first, log_input_gate=gate)
 
 
-def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> Callable[[], tuple[Tensor, Tensor]]:
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_input_gate: Tensor | None, job: Job
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """Starts causal attention and the exchange of states.
 
     Operations between this call and that of the returned function overlap with the exchange, in the backward too.
@@ -167,8 +169,9 @@ def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -
         A function that waits for the exchange and returns o (b, h, n, dv) and the denominators (b, h, n) of the local tokens.
     """
     call = _Call(job)
-    token = _Begin.apply(call, q, k, v, log_decay)
-    return lambda: _Finish.apply(call, token, *(None if x is None else x.detach() for x in (q, k, v, log_decay)))
+    inputs = q, k, v, log_decay, log_input_gate
+    token = _Begin.apply(call, *inputs)
+    return lambda: _Finish.apply(call, token, *(None if x is None else x.detach() for x in inputs))
 
 
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
@@ -197,14 +200,17 @@ def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
     return k.new_empty(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
 
 
-def _concatenated(pieces: list[tuple[Tensor, ...]], empty: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+_Tensors = tuple[Tensor | None, ...]
+
+
+def _concatenated(pieces: list[_Tensors], empty: Callable[[], _Tensors]) -> _Tensors:
     """Concatenates the tensors (b, heads, tokens, ...) of the local parts. `empty` makes the result of a rank without parts.
 
     `empty` is a function, so that its tensors, which have the size of the result, are allocated only if needed.
     """
     if len(pieces) == 1:
         return tuple(pieces[0])
-    return tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty()
+    return tuple(None if x[0] is None else torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty()
 
 
 def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -227,20 +233,26 @@ def _inner_product(state: _State, grads: _State, k: Tensor) -> Tensor:
     return sum((x.flatten(2).sum(-1, dtype=torch.float64) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
 
 
-def _without_nan(call: Call, state: _State) -> tuple[Call, _State]:
-    """Replaces a NaN state by a NaN first decay. Returns the call and the state.
+def _attend_from(q: Tensor, k: Tensor, v: Tensor, call: Call, state: _State, saved: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the output and denominators of a part that continues from a state, which a decay or gate may have made NaN.
 
-    A query after a reset does not see the state. It multiplies the state by 0, and 0 * NaN would be NaN.
+    A query after a reset does not see the state. It multiplies the state by 0, and 0 * NaN would be NaN. Hence a NaN state is
+    replaced by a NaN first decay, or without decays by NaN in the rows of the queries that see it.
     """
     kv_state, k_sum = state
-    if call.log_decay is None or kv_state is None or k_sum is None:
-        return call, state
+    if kv_state is None or k_sum is None or (call.log_decay is None and (call.log_input_gate is None or call.k_start is None)):
+        return ops.prefill_saved_(q, k, v, call, kv_state, k_sum, saved)
     is_nan = k_sum[..., 0].isnan()
-    decay = call.log_decay.clone()
-    decay[..., 0].masked_fill_(is_nan, torch.nan)
     # Ones mark the state as non-empty.
-    state = kv_state.masked_fill(is_nan[..., None, None], 0.0), k_sum.masked_fill(is_nan[..., None], 1.0)
-    return call._replace(log_decay=decay), state
+    kv_state, k_sum = kv_state.masked_fill(is_nan[..., None, None], 0.0), k_sum.masked_fill(is_nan[..., None], 1.0)
+    if call.log_decay is not None:
+        decay = call.log_decay.clone()
+        decay[..., 0].masked_fill_(is_nan, torch.nan)
+        return ops.prefill_saved_(q, k, v, call._replace(log_decay=decay), kv_state, k_sum, saved)
+    assert call.k_start is not None
+    o, z = ops.prefill_saved_(q, k, v, call, kv_state, k_sum, saved)
+    rows = (is_nan.unsqueeze(-1) & (call.k_start < 0)).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return o.masked_fill_(rows.unsqueeze(-1), torch.nan), z.masked_fill_(rows, torch.nan)
 
 
 class _Call:
@@ -250,8 +262,8 @@ class _Call:
         self.job = job
         self.states: Exchange | None = None
         self.saved: list[Tensor | None] = []  # per part: chunk states that state_of_keys saved
-        # Waits for the exchange of the backward and returns the gradients of q, k, v and log_decay.
-        self.gradients: Callable[[], tuple[Tensor, ...]] | None = None
+        # Waits for the exchange of the backward and returns the gradients of q, k, v, log_decay and log_input_gate.
+        self.gradients: Callable[[], _Tensors] | None = None
 
 
 def _nothing_saved(k: Tensor) -> Tensor:
@@ -286,13 +298,15 @@ class _Begin(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_input_gate: Tensor | None
+    ) -> Tensor:
         ctx.call, job = call, call.job
         like = _like(k, v, job.score)
 
         def state_of(i: int, part: Part) -> tuple[Tensor, Tensor, Tensor]:
             own_k, own_v = _of(part, k, v)
-            return ops.state_of_keys(own_k, own_v, job.call(i, log_decay), keep=True)
+            return ops.state_of_keys(own_k, own_v, job.call(i, log_decay, log_input_gate), keep=True)
 
         own, call.saved = _own_states(state_of, job, like, k, backward=False)
         call.states = Exchange(own, like, job.part_decays, job.layout, job.group, backward=False)
@@ -302,18 +316,25 @@ class _Begin(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients, ctx.call.gradients = ctx.call.gradients(), None
-        return None, *gradients, *(None,) * (4 - len(gradients))
+        return None, *gradients
 
 
 class _Finish(torch.autograd.Function):
-    """Second half of a call: waits for the exchange and returns the results. q, k, v and log_decay are detached.
+    """Second half of a call: waits for the exchange and returns the results. The inputs are those of `_Begin`, detached.
 
     Its backward starts the exchange of gradients, and computes meanwhile the gradients that do not depend on it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, token: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None
+        ctx: Any,
+        call: _Call,
+        token: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        log_input_gate: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.call, job = call, call.job
         exchange, call.states = call.states, None
@@ -322,30 +343,30 @@ class _Finish(torch.autograd.Function):
         before = _states(sums, v)
         after = [] if log_decay is None else _states(exchange.next_sums(sums), v)  # for the gradient of log_decay
         del exchange, sums  # frees memory
-        pieces = []
+        pieces: list[_Tensors] = []
         for i, part in enumerate(job.parts):
-            own_call, state = _without_nan(job.call(i, log_decay), before[i])
             own_q, own_k, own_v = _of(part, q, k, v)
-            pieces.append(ops.prefill_saved_(own_q, own_k, own_v, own_call, *state, call.saved[i]))
+            own_call = job.call(i, log_decay, log_input_gate)
+            pieces.append(_attend_from(own_q, own_k, own_v, own_call, before[i], call.saved[i]))
             call.saved[i] = None
 
         def empty() -> tuple[Tensor, Tensor]:
             return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
         o, z = _concatenated(pieces, empty)
-        ctx.save_for_backward(q, k, v, log_decay, o, z, *chain(*before, *after))
+        ctx.save_for_backward(q, k, v, log_decay, log_input_gate, o, z, *chain(*before, *after))
         ctx.set_materialize_grads(False)
         return o, z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, o, z, *states = ctx.saved_tensors
+        q, k, v, log_decay, log_input_gate, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
-        parts = job.parts
+        parts, inputs = job.parts, (q, k, v, log_decay, log_input_gate)
         states = list(zip(states[::2], states[1::2], strict=True))
         before, after = states[: len(parts)], states[len(parts) :]
-        calls = [job.call(i, log_decay) for i in range(len(parts))]
+        calls = [job.call(i, log_decay, log_input_gate) for i in range(len(parts))]
         g, e = ops.gradients_of_sums(torch.zeros_like(o) if grad_o is None else grad_o, grad_z, o, z)
 
         def state_of(i: int, part: Part) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,7 +383,7 @@ class _Finish(torch.autograd.Function):
         # Overlaps with the exchange.
         of_queries: list[Any] = [gradient_of_queries(i, part) for i, part in enumerate(parts)]
 
-        def gradients() -> tuple[Tensor, ...]:
+        def gradients() -> _Tensors:
             nonlocal exchange
             assert exchange is not None
             sums = exchange.wait()
@@ -377,13 +398,13 @@ class _Finish(torch.autograd.Function):
                     states_and_grads = (after[i], grad_after[i]), (before[i], grad_before[i])
                     pairs_of_states = torch.stack([_inner_product(*x, k) for x in states_and_grads], dim=-1)
                 given = *_of(part, g, e), grad_after[i], *_of(part, q, k, v), calls[i], pairs, pairs_of_states, saved[i]
-                grad_k, grad_v, grad_decay, _ = ops.prefill_backward_of_keys_(*given)
-                pieces.append((grad_q, grad_k, grad_v, grad_decay)[: 3 if log_decay is None else 4])
+                grads = grad_q, *ops.prefill_backward_of_keys_(*given)
+                pieces.append(tuple(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)))
                 of_queries[i] = saved[i] = None
-            return _concatenated(pieces, lambda: tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
+            return _concatenated(pieces, lambda: tuple(None if x is None else torch.zeros_like(x) for x in inputs))
 
         ctx.call.gradients = gradients
-        return None, q.new_empty(0), None, None, None, None
+        return None, q.new_empty(0), None, None, None, None, None
 
 
 class _NonCausal(torch.autograd.Function):

@@ -19,7 +19,7 @@ class Bytes(NamedTuple):
     """Bytes that a rank receives."""
 
     forward: int
-    backward: int  # if q, k, v and log_decay all require gradients
+    backward: int  # if q, k, v, log_decay and log_input_gate all require gradients
 
     def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
         return Bytes(self.forward + other.forward, self.backward + other.backward)
@@ -41,6 +41,7 @@ def exchanged_bytes(
     log_decay: bool = False,
     attention_mask: bool = False,
     cu_seqlens: bool = False,
+    log_input_gate: bool = False,
 ) -> Bytes:
     """Returns the bytes that a rank receives from other ranks in one call, forward and backward.
 
@@ -53,7 +54,8 @@ def exchanged_bytes(
                     in the dtype of k and v, the others in fp32
         window      forward: k and v of `exact_window` tokens around each part; backward: their gradients
 
-    `log_decay` and `cu_seqlens` add two numbers per part and head. Decays and masks add their own size where k and v are sent.
+    `log_decay` and `cu_seqlens` add two numbers per part and head. Decays, gates and masks add their own size where k and v are
+    sent.
     Overhead of the collective library is not counted, nor are bytes that a rank only forwards.
 
     Args:
@@ -63,16 +65,17 @@ def exchanged_bytes(
             pass twice the head dim.
         algorithm: "linear", "quadratic" or "softmax".
         causal, p, exact_window: as in the call.
-        log_decay, attention_mask, cu_seqlens: whether the call has them.
+        log_decay, attention_mask, cu_seqlens, log_input_gate: whether the call has them.
     """
     if layout.world == 1:
         return Bytes(0, 0)
     like = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device="meta")
     wide = eager.compute_dtype(dtype)
     value_dim = head_dim if value_dim is None else value_dim
-    v, decay = like.new_empty(batch, kv_heads, 0, value_dim), like.new_empty(batch, kv_heads, 0, dtype=wide)
-    mask = like.new_empty(batch, 0, dtype=torch.bool)
-    keys = ring.Keys(like, v, decay if log_decay else None, mask if attention_mask else None)
+    v, of_head = like.new_empty(batch, kv_heads, 0, value_dim), like.new_empty(batch, kv_heads, 0, dtype=wide)
+    decay, gate = (of_head if given else None for given in (log_decay, log_input_gate))
+    mask = like.new_empty(batch, 0, dtype=torch.bool) if attention_mask else None
+    keys = ring.Keys(like, v, decay, gate, mask)
     if exact_window == 0:
         return _global(layout, rank, keys, algorithm, causal, p, log_decay or cu_seqlens)
     total = _halo(layout, rank, keys, exact_window, 0 if causal else exact_window, attention_mask)
@@ -123,5 +126,6 @@ def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, after: int, p
         return sum(move.source.stop - move.source.start for other, x in enumerate(moves) if other != rank for move in x)
 
     (b, hk, _, d), dv, wide = keys.k.shape, keys.v.shape[3], torch.finfo(eager.compute_dtype(keys.k.dtype)).bits // 8
-    of_token = b * hk * (d + dv) * keys.k.element_size() + (0 if keys.log_decay is None else b * hk * wide)
+    of_heads = sum(b * hk * wide for x in (keys.log_decay, keys.log_input_gate) if x is not None)
+    of_token = b * hk * (d + dv) * keys.k.element_size() + of_heads
     return Bytes(tokens(plan.received) * (of_token + (b * wide if padded else 0)), tokens(plan.sent) * of_token)

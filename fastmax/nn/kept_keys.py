@@ -16,7 +16,7 @@ for query i the weight
 and the output is the mean of the values with these weights. The choice has no gradient; b_j and G have one through the weights.
 
 The K largest of some keys and more are the K largest of the K largest of those and more. So a key that was dropped never comes
-back, and K keys and the last W + B are all that a state holds.
+back. A state holds at most K keys and the last W + B - 1, and has a slot for the next token.
 
 The second term is softmax attention of each block of B queries to K + B keys, whose gates and decays are those of the weights.
 `merge_attention` adds its sums to those of the layer. Shapes: q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), gates and
@@ -139,12 +139,13 @@ class Tokens(NamedTuple):
         q, k, v = cast_for_autocast(self.q, self.k, self.v, dtype=dtype)
         return self._replace(q=q, k=k, v=v)
 
-    def decaying(self, count: Tensor | None) -> Tokens:
-        """Returns the tokens without the decays of those after the first `count` (b,) of each row. None: all are real."""
-        if count is None or self.log_decay is None:
+    def real_only(self, count: Tensor | None) -> Tokens:
+        """Returns the tokens with zeros after the first `count` (b,) of each row. None: all are real."""
+        if count is None:
             return self
         is_real = torch.arange(self.k.shape[2], device=count.device) < count.view(-1, 1, 1)
-        return self._replace(log_decay=torch.where(is_real, self.log_decay, 0))
+        zeroed = (None if x is None else torch.where(is_real if x.dim() == 3 else is_real.unsqueeze(-1), x, 0) for x in self)
+        return Tokens(*zeroed)  # type: ignore[arg-type]
 
 
 def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
@@ -171,9 +172,9 @@ def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> t
         begin, places = packed.begin.unsqueeze(0), packed.place.unsqueeze(0)
         origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
     log_factor, sums = _log_factors(tokens.gate, log_decay)
-    blocks = _Blocks(begin, origin, length, origin, places)
-    own = _largest(*_new_candidates(log_factor, begin, origin, options.window), options.kept)
-    index = _largest_so_far(*own, begin[0] // _BLOCK)
+    blocks = _Blocks(begin, origin=origin, length=length, first=origin, places=places)
+    new = _largest(*_new_candidates(log_factor, begin, origin, options.window), options.kept)
+    index = _largest_so_far(*new, begin[0] // _BLOCK)
     return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
 
 
@@ -189,37 +190,37 @@ def prefill(
         count: (b,), number of real tokens of each row, which come first. None: all.
 
     Returns:
-        The results of `attend`, and the state after the tokens.
+        The output and log of the sums of weights, as `attend`, and the state after the tokens.
     """
-    q, k, v, gate, log_decay = tokens.decaying(count)
+    q, k, v, gate, log_decay = tokens.real_only(count)
     (b, hk, n, _), slots = k.shape, state.keys.shape[2]
     log_factor, sums = _log_factors(gate.double(), log_decay)
-    # All known keys in the order of their positions. From the first key on that is not a candidate yet, none is missing: the
-    # key at a position has the index `origin` + position. Log factors are those at the end of the state.
-    order = state.positions.argsort(dim=-1, stable=True)
+    # All known keys in the order of their positions. Those that are not candidates yet have no gaps, so the one at a position
+    # has the index `origin` + position. Log factors are those at the end of the state.
+    order = state.positions.argsort(dim=-1)
     of_slots = (x.gather(2, _like(order, x)) for x in state.tensors().values())
-    new = positions.unsqueeze(-1) + torch.arange(n, device=q.device)
-    of_tokens = k, v, log_factor, new.unsqueeze(1).expand(b, hk, n)
+    of_new = positions.unsqueeze(-1) + torch.arange(n, device=q.device)
+    of_tokens = k, v, log_factor, of_new.unsqueeze(1).expand(b, hk, n)
     known = KeptKeys(*(torch.cat(x, dim=2) for x in zip(of_slots, of_tokens, strict=True)))
     origin, offset = slots - positions, positions % _BLOCK
 
     blocks = (n + _BLOCK - 1) // _BLOCK + 1  # as many as n tokens and the one after them can be in
     begin = (positions - offset).unsqueeze(-1) + _BLOCK * torch.arange(blocks, device=q.device)  # (b, blocks)
     candidate = _is_candidate(known.positions[:, :, :slots], begin[:, 0], options.window)
-    before = torch.where(candidate, known.log_factors.detach()[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
-    at = torch.arange(slots, device=q.device).flip(0).expand_as(before)
-    after = _new_candidates(known.log_factors, begin[:, 1:], origin.unsqueeze(-1), options.window)
-    own = zip(_largest(before, at, options.kept), _largest(*after, options.kept), strict=True)
-    rank, candidates = (torch.cat(x, dim=2) for x in own)
+    of_state = torch.where(candidate, known.log_factors.detach()[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
+    at = torch.arange(slots, device=q.device).flip(0).expand_as(of_state)
+    new = _new_candidates(known.log_factors, begin[:, 1:], origin.unsqueeze(-1), options.window)
+    of_blocks = zip(_largest(of_state, at, options.kept), _largest(*new, options.kept), strict=True)
+    rank, candidates = (torch.cat(x, dim=2) for x in of_blocks)
     index = _largest_so_far(rank, candidates, torch.arange(blocks, device=q.device))
 
-    with_queries = (n + 2 * _BLOCK - 2) // _BLOCK
+    with_queries = (n + 2 * _BLOCK - 2) // _BLOCK  # as many blocks as n tokens can be in
     of_queries = _Blocks(
         begin[:, :with_queries],
-        origin.unsqueeze(-1),
-        (positions + n).unsqueeze(-1),
-        -positions.unsqueeze(-1),
-        torch.arange(n, device=q.device) + offset.unsqueeze(-1),
+        origin=origin.unsqueeze(-1),
+        length=(positions + n).unsqueeze(-1),
+        first=-positions.unsqueeze(-1),
+        places=torch.arange(n, device=q.device) + offset.unsqueeze(-1),
     )
     of_keys = known.keys, known.values, known.log_factors
     o, lse = _attend_in_blocks(q, *of_keys, log_decay, sums, index[:, :, :with_queries], of_queries, options)
@@ -233,12 +234,12 @@ def prefill(
     index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, -1)], dim=-1)
     free, index = index < 0, index.clamp(min=0)
     filled = (x.gather(2, _like(index, x)).masked_fill(_like(free, x), 0) for x in known.tensors().values())
-    after_tokens = KeptKeys(*filled)
+    next_state = KeptKeys(*filled)
     if log_decay is not None:
         total = log_decay.double().sum(-1, keepdim=True)
-        after_tokens.log_factors = (after_tokens.log_factors + total).masked_fill(free, 0)
-    after_tokens.positions = after_tokens.positions.masked_fill(free, -1)
-    return o, lse, after_tokens
+        next_state.log_factors = (next_state.log_factors + total).masked_fill(free, 0)
+    next_state.positions = next_state.positions.masked_fill(free, -1)
+    return o, lse, next_state
 
 
 def step(
@@ -259,9 +260,9 @@ def step(
         in_place: whether to overwrite the tensors of the state. Else it is not modified.
 
     Returns:
-        The results of `attend`, and the state after the token.
+        The output and log of the sums of weights, as `attend`, and the state after the token.
     """
-    q, k, v, gate, log_decay = token.decaying(count)
+    q, k, v, gate, log_decay = token.real_only(count)
     (b, hk), h = k.shape[:2], q.shape[1]
     if log_decay is not None:
         decayed = torch.where(state.positions >= 0, state.log_factors + log_decay, 0)
@@ -274,14 +275,15 @@ def step(
     # Each head has its own slots, so heads become batch entries.
     keys, values, log_factors = (x.flatten(0, 1).unsqueeze(1) for x in (state.keys, state.values, state.log_factors))
     beyond = (state.positions >= 0) & (state.positions <= position - options.window)
-    own = options._replace(use_custom_gradient=options.use_custom_gradient and not eager.differentiating(*token))
+    recorded = eager.differentiating(*token, *state.tensors().values())
+    of_step = options._replace(use_custom_gradient=options.use_custom_gradient and not recorded)
     gates = log_factors.to(eager.compute_dtype(q.dtype))
-    o, lse = _softmax(q.reshape(b * hk, h // hk, 1, -1), keys, values, gates, None, beyond.flatten(0, 1), own)
+    o, lse = _softmax(q.reshape(b * hk, h // hk, 1, -1), keys, values, gates, None, beyond.flatten(0, 1), of_step)
 
-    # In most blocks this token is not the last one, and there are at most K candidates.
+    # Only the last token of a block drops keys. This is computed at every step, since a CUDA graph has no branch.
     stop = positions + (1 if count is None else count)
     candidate = _is_candidate(state.positions, stop, options.window)
-    order = state.positions.argsort(dim=-1, descending=True, stable=True)
+    order = state.positions.argsort(dim=-1, descending=True)
     rank = torch.where(candidate, state.log_factors.detach(), -torch.inf).gather(2, order)
     order = order.gather(2, rank.argsort(dim=-1, descending=True, stable=True))
     more = torch.arange(order.shape[2], device=q.device) >= options.kept
@@ -299,13 +301,13 @@ def _written(x: Tensor, slot: Tensor, new: Tensor, count: Tensor | None, in_plac
     return x.scatter_(2, slot, new) if in_place else x.scatter(2, slot, new)
 
 
-def _is_candidate(places: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Returns which keys, at `places` (b, ..., keys), must be chosen to be kept for the queries at `positions` (b,).
+def _is_candidate(of_keys: Tensor, of_query: Tensor, window: int) -> Tensor:
+    """Returns which keys, at positions (b, ..., keys), must be chosen to be kept for the query at a position (b,).
 
-    -1 is the place of no key.
+    -1 is the position of no key.
     """
-    first = positions - positions % _BLOCK - window
-    return (places >= 0) & (places < first.view(-1, *(1,) * (places.dim() - 1)))
+    first = of_query - of_query % _BLOCK - window
+    return (of_keys >= 0) & (of_keys < first.view(-1, *(1,) * (of_keys.dim() - 1)))
 
 
 def _like(index: Tensor, x: Tensor) -> Tensor:
@@ -314,7 +316,7 @@ def _like(index: Tensor, x: Tensor) -> Tensor:
 
 
 def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Returns b_j - G_j of tokens, and the sums of their log decays, both float64; without decay the gates and None."""
+    """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:
         return gate, None
     sums = log_decay.double().cumsum(-1)
@@ -334,11 +336,11 @@ def _new_candidates(log_factor: Tensor, begin: Tensor, origin: Tensor, window: i
         origin: index among the m keys of the key at position 0 of the block's sequence, (b or 1, blocks or 1).
     """
     (b, hk, m), blocks = log_factor.shape, begin.shape[1]
-    place = begin.unsqueeze(-1) - window - 1 - torch.arange(_BLOCK, device=log_factor.device)
-    index = (origin.unsqueeze(-1) + place).clamp(0, m - 1)  # blocks after the last token have no queries
+    position = begin.unsqueeze(-1) - window - 1 - torch.arange(_BLOCK, device=log_factor.device)
+    index = (origin.unsqueeze(-1) + position).clamp(0, m - 1)  # blocks after the last token have no queries
     index = index.unsqueeze(1).expand(b, hk, blocks, _BLOCK)
     rank = log_factor.detach().gather(2, index.flatten(2)).view_as(index)
-    return torch.where((place >= 0).unsqueeze(1), rank, -torch.inf), index
+    return torch.where((position >= 0).unsqueeze(1), rank, -torch.inf), index
 
 
 def _largest(rank: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -361,8 +363,8 @@ def _largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
     while reach < blocks:
         rank_before, index_before = (F.pad(x[:, :, :-reach], (0, 0, reach, 0)) for x in (rank, index))
         rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
-        # The largest of both are the first ones of each: as many later ones as are not below their counterparts in the reverse
-        # order of the earlier ones.
+        # Both lists are sorted. The K largest are the first m of the later list and the first K - m of the earlier one. m is
+        # the number of places p at which later[p] >= earlier[K - 1 - p]; of equal keys the later one is kept.
         later = (rank >= rank_before.flip(-1)).sum(-1, keepdim=True)
         of_both = torch.where(place < later, place, count + place - later)
         rank, index = (torch.cat(x, dim=-1).gather(-1, of_both) for x in ((rank, rank_before), (index, index_before)))
@@ -404,7 +406,7 @@ def _attend_in_blocks(
     Args:
         log_factor: of the m keys, without the decays of the n queries.
         log_decay, sums: of the n queries. None: no decay.
-        kept: indices of the kept keys among the m keys, (b, hk, blocks, K), -1 for none. All heads have as many.
+        kept: indices of the kept keys among the m keys, (b, hk, blocks, K), -1 for none.
     """
     b, h, n, _ = q.shape
     hk, count = k.shape[1], blocks.begin.shape[1]
@@ -417,11 +419,12 @@ def _attend_in_blocks(
         q = taken_at(q.transpose(1, 2), token.clamp(0, n - 1).flatten(1).expand(b, -1), 1)
     q = q.reshape(b * count, _BLOCK, h, -1).transpose(1, 2)
 
-    place = position - options.window
-    is_recent = (place >= 0) & (place < blocks.length.unsqueeze(-1))
-    recent = torch.where(is_recent, blocks.origin.unsqueeze(-1) + place, -1)
+    of_recent = position - options.window
+    is_recent = (of_recent >= 0) & (of_recent < blocks.length.unsqueeze(-1))
+    recent = torch.where(is_recent, blocks.origin.unsqueeze(-1) + of_recent, -1)
     index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, count, _BLOCK)], dim=-1)
     filler = torch.arange(index.shape[-1], device=q.device) % k.shape[2]  # one key for all would get all their gradients of 0
+    # The number of kept keys follows from positions, so the mask of head 0 is that of all heads.
     is_key, index = (index[:, 0] >= 0).flatten(0, 1), torch.where(index >= 0, index, filler)
     # A NaN in a masked place would reach the output: the place may hold a later key.
     masked = ~is_key.view(-1, 1, is_key.shape[-1], 1)
@@ -451,16 +454,15 @@ def _decays(log_decay: Tensor, sums: Tensor, token: Tensor, kept: int) -> tuple[
 
     Args:
         log_decay, sums: of n queries, (b, hk, n).
-        token: (b or 1, blocks, B), index of each query; there is none below 0 and from n on.
+        token: (b or 1, blocks, B), index of each query. There is none below 0. Those from n on are padding.
     """
     (b, hk, n), blocks = log_decay.shape, token.shape[1]
-    is_query = ((token >= 0) & (token < n)).unsqueeze(1)
+    is_query = (token >= 0).unsqueeze(1)
     token = token.clamp(0, n - 1).unsqueeze(1).expand(b, hk, blocks, _BLOCK)
     of_query = torch.where(is_query, log_decay.gather(2, token.flatten(2)).view_as(token), 0)
-    before = (sums - log_decay).gather(2, token[..., 0]).unsqueeze(-1)
-    before = torch.where(is_query[..., :1], before, 0)
-    of_kept = before.expand(b, hk, blocks, kept)
-    of_gates = torch.cat([of_kept, before + of_query.double().cumsum(-1)], dim=-1)
+    up_to_block = (sums - log_decay).gather(2, token[..., 0]).unsqueeze(-1)
+    of_kept = up_to_block.expand(b, hk, blocks, kept)
+    of_gates = torch.cat([of_kept, up_to_block + of_query.double().cumsum(-1)], dim=-1)
     return of_gates, torch.cat([torch.zeros_like(of_kept, dtype=of_query.dtype), of_query], dim=-1)
 
 
@@ -491,7 +493,7 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     """Returns the rows of x (b, hk, m, channels) at an index (b, hk, blocks, rows), (b * blocks, hk, rows, channels).
 
     A key that is kept for many blocks gets the gradients of all. They are summed in float32 or float64, and by `embedding` in
-    an order that does not change.
+    an order that does not change; `index_add` on a GPU has none.
     """
     b, hk, m, channels = x.shape
     wide = eager.compute_dtype(x.dtype) if eager.recording(x) else x.dtype

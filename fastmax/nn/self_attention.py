@@ -713,11 +713,8 @@ class FastmaxSelfAttention(nn.Module):
     ) -> None:
         if context is not None and state is not None:
             _refuse_state()
-        if context is not None and self.input_gate_proj is not None:
-            got = validation.describe(self.input_gate_proj)
-            raise ValueError(
-                f"input_gate_proj must be None in a context parallel layer, whose ranks do not send log_input_gate, got {got}"
-            )
+        if context is not None and self.kept_keys > 0:
+            raise ValueError(f"kept_keys needs whole sequences, got {self.kept_keys} in a context parallel layer")
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")

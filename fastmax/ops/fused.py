@@ -34,15 +34,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 def attention_backward(
     grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v and log_decay of `attention` without an exact window, given its results.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of q, k, v, log_decay and log_input_gate of `attention` without an exact window, given its results.
 
+    The last two are None if the call has none.
     If o and z are of more keys than these, the gradients are this part of the whole. Autograd does not record them.
     """
     operator = _part(call)
     tensors, options = operator.signature.flatten(call, allow_tf32_of(q))
     grads = operator.signature.gradients(operator.backward(grad_o, grad_z, q, k, v, o, z, *tensors, *options))
-    return grads["q"], grads["k"], grads["v"], None if call.log_decay is None else grads["log_decay"]
+    of_keys = (None if getattr(call, name) is None else grads[name] for name in ("log_decay", "log_input_gate"))
+    return grads["q"], grads["k"], grads["v"], *of_keys
 
 
 def _part(call: Call) -> Differentiable:

@@ -55,6 +55,8 @@ HOST = (
     "linear/order*/**/launch.cpp",
     "layer/*.cpp",
 )
+# Of the emulator's own sources, where most of the time goes; their functions may call each other without a table.
+OWN = ("-O3", "-fno-semantic-interposition")
 MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -72,13 +74,15 @@ def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> 
     kernels = [unit for path in sorted(csrc.rglob("sm90/*.cu")) for unit in units(path, csrc) if re.search(pattern, unit.name)]
     others = [csrc / name for name in PORTABLE] + [path for name in HOST for path in sorted(csrc.glob(name))]
     made_of = kernels + [unit for path in others if path.exists() for unit in units(path, csrc)]
+    prefix = precompile_prefix(folder)
     with ThreadPoolExecutor(jobs) as pool:
         own = pool.map(
-            lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, "-O2"), sorted(HERE.glob("*.cpp"))
+            lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, HERE / "prefix.h", *OWN),
+            sorted(HERE.glob("*.cpp")),
         )
-        objects = pool.map(lambda unit: compile_source(unit.source, folder / unit.file, csrc, "-O1", *unit.defines), made_of)
+        objects = pool.map(lambda unit: compile_source(unit.source, folder / unit.file, csrc, prefix, *unit.defines), made_of)
         made = dict(zip(made_of, objects, strict=True))
-        return Library(folder, csrc, made, [*own])
+        return Library(folder, csrc, made, [*own], prefix)
 
 
 def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[str, str]) -> Library:
@@ -94,11 +98,11 @@ def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[
     for unit in library.made:
         if re.search(pattern, unit.name):
             source = changed if unit.source == library.csrc / path else unit.source
-            options = ("-O1", "-I", library.csrc, *unit.defines)
-            made[unit] = compile_source(source, folder / unit.file, folder / "csrc", *options)
+            options = ("-I", library.csrc, *unit.defines)
+            made[unit] = compile_source(source, folder / unit.file, folder / "csrc", library.prefix, *options)
     # These first: of an inline function that several objects have, the linker takes the first.
     made |= {unit: out for unit, out in library.made.items() if unit not in made}
-    return Library(folder, library.csrc, made, library.own)
+    return Library(folder, library.csrc, made, library.own, library.prefix)
 
 
 class Unit(NamedTuple):
@@ -124,17 +128,32 @@ def units(source: Path, csrc: Path) -> list[Unit]:
     ]
 
 
-def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *more: str | Path) -> Path:
+def precompile_prefix(folder: Path) -> Path:
+    """Returns a header that is prefix.h, which the compiler parses once for all sources with the same options."""
+    header = folder / "prefix.h"
+    out = header.with_suffix(".h.gch")
     if not is_current(out, Path(__file__)):
-        command = [
-            *("c++", "-std=c++20", optimise, "-fPIC", "-w", "-Wno-psabi", "-MD", "-c", "-x", "c++", source, "-o", out),
-            # Shared memory is thread-local here, and extern in the kernels: without constructors.
-            *("-fno-extern-tls-init", "-fno-gnu-unique"),
-            *("-DFASTMAX_HAS_SM90", "-include", HERE / "prefix.h"),
-            *("-I", HERE / "headers", "-I", HERE, "-I", csrc, *more, "-isystem", load_build().cuda_home() / "include"),
-        ]
+        header.write_text(f'#include "{HERE / "prefix.h"}"\n')
+        command = [*compiler(), "-x", "c++-header", header, "-MF", out.with_suffix(".d"), "-o", out]
+        subprocess.run(list(map(str, command)), check=True)
+    return header
+
+
+def compile_source(source: Path, out: Path, csrc: Path, prefix: Path, *more: str | Path) -> Path:
+    precompiled = prefix.with_suffix(".h.gch")  # has a dependency file of its own
+    if not is_current(out, Path(__file__), *([precompiled] if precompiled.exists() else [])):
+        command = [*compiler(), "-include", prefix, "-c", "-x", "c++", source, "-o", out, "-I", csrc, *more]
         subprocess.run(list(map(str, command)), check=True)
     return out
+
+
+def compiler() -> list[str]:
+    return [
+        *("c++", "-std=c++20", "-O1", "-fPIC", "-w", "-Wno-psabi", "-MD", "-DFASTMAX_HAS_SM90"),
+        # Shared memory is thread-local here, and extern in the kernels: without constructors.
+        *("-fno-extern-tls-init", "-fno-gnu-unique"),
+        *("-I", str(HERE / "headers"), "-I", str(HERE), "-isystem", str(load_build().cuda_home() / "include")),
+    ]
 
 
 def link(folder: Path, objects: list[Path]) -> Path:
@@ -153,8 +172,8 @@ def link(folder: Path, objects: list[Path]) -> Path:
 
 
 class Library:
-    def __init__(self, folder: Path, csrc: Path, made: dict[Unit, Path], own: list[Path]):
-        self.csrc, self.made, self.own = csrc, made, own
+    def __init__(self, folder: Path, csrc: Path, made: dict[Unit, Path], own: list[Path], prefix: Path):
+        self.csrc, self.made, self.own, self.prefix = csrc, made, own, prefix
         self._library = ctypes.CDLL(str(link(folder, [*made.values(), *own])))
         for name in ("run", "kernels"):
             getattr(self._library, f"emulator_{name}").restype = ctypes.c_char_p

@@ -14,8 +14,8 @@ or when the model is made (`models`), and a mask or an argument that asks for an
 
 from fastmax.integrations.transformers._installed import MINIMUM_VERSION
 from fastmax.integrations.transformers.cache import FastmaxCache
-from fastmax.integrations.transformers.decay import add_decay
 from fastmax.integrations.transformers.forward import fastmax_attention_forward, register
+from fastmax.integrations.transformers.gates import add_decay, add_input_gate
 from fastmax.integrations.transformers.generation import watch_generation
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
 from fastmax.integrations.transformers.models import check, configure, watch
@@ -28,6 +28,7 @@ __all__ = [
     "FastmaxCache",
     "FastmaxMask",
     "add_decay",
+    "add_input_gate",
     "check",
     "configure",
     "fastmax_attention_forward",

@@ -97,14 +97,21 @@ class FastmaxLayer(CacheLayerMixin):
         self.pending = NewTokens(self, key_states), NewTokens(self, value_states)
         return self.pending
 
-    def attend(self, query: Tensor, mask: FastmaxMask, options: dict, log_decay: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        mask: FastmaxMask,
+        options: dict,
+        log_decay: Tensor | None = None,
+        log_input_gate: Tensor | None = None,
+    ) -> Tensor:
         """Computes attention of the tokens of the last `update` to themselves and all earlier ones; they join the state.
 
         Args:
             query: (b, h, n, d).
             mask: its last n keys are the new tokens.
             options: of `fastmax_attention`, with `temperature`.
-            log_decay: (b, hk, n), of the new tokens.
+            log_decay, log_input_gate: (b, hk, n), of the new tokens.
 
         Returns:
             (b, h, n, dv).
@@ -120,11 +127,12 @@ class FastmaxLayer(CacheLayerMixin):
         padding = self._padding_of_new(n, mask, query.device)
         if self.state is None:
             self._start(query, key, value, options)
+        given = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": log_input_gate}
         if n == 1 and _can_overwrite(self.state):
-            o = step_(query, key, value, self.state, attention_mask=padding, log_decay=log_decay)
+            o = step_(query, key, value, self.state, **given)
         else:
             attend = step if n == 1 else prefill
-            o, self.state = attend(query, key, value, self.state, attention_mask=padding, log_decay=log_decay)
+            o, self.state = attend(query, key, value, self.state, **given)
         self.pending = None
         if self.offloads:
             self._move(torch.device("cpu"))

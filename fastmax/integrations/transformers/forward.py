@@ -12,7 +12,7 @@ from fastmax.core import validation
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
-from fastmax.integrations.transformers.decay import refuse_missing
+from fastmax.integrations.transformers.gates import DecayGate, Gate, InputGate, refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
 from fastmax.integrations.transformers.observation import observer_at_work
@@ -30,8 +30,8 @@ _OTHER_FUNCTIONS = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
     "cache": "a paged cache",
-    "log_input_gate": "input gates",
 }
+_OF_FASTMAX = {"log_decay": "decays", "log_input_gate": "input gates"}  # softmax attention would ignore these
 _IN_MASK = {"sliding_window"}  # softmax attention has these in its mask
 
 
@@ -89,7 +89,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Computes what `fastmax_attention_forward` returns."""
     of_softmax = not runs_fastmax(module)
-    for name, meaning in _OTHER_FUNCTIONS.items():
+    for name, meaning in (_OTHER_FUNCTIONS | (_OF_FASTMAX if of_softmax else {})).items():
         if kwargs.get(name) is not None and not (of_softmax and name in _IN_MASK):
             layer = f" in {type(module).__name__}, a layer of softmax attention" if of_softmax else ""
             raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning}){layer}')
@@ -119,14 +119,17 @@ def _attention(
         refuse_sequence(options)
     padding = None if mask.padding is None else mask.padding.to(query.device)
     log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
+    gate = kwargs.get("log_input_gate")
+    _check_gate(module, InputGate, key, mask.causal, gate)
     if state is not None:
-        o = state.attend(query, mask, options, log_decay)
+        o = state.attend(query, mask, options, log_decay, gate)
     elif cu_seqlens is not None:
-        options["log_decay"] = None if log_decay is None else end_to_end(log_decay)
+        of_keys = {"log_decay": log_decay, "log_input_gate": gate}
+        options |= {name: None if x is None else end_to_end(x) for name, x in of_keys.items()}
         rows = (end_to_end(x) for x in (query, key, value))
         o = rows_again(fastmax_attention(*rows, causal=True, cu_seqlens=cu_seqlens, **options), query.shape[0])
     else:
-        options["log_decay"] = log_decay
+        options |= {"log_decay": log_decay, "log_input_gate": gate}
         o = fastmax_attention(query, key, value, causal=mask.causal, attention_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
 
@@ -193,12 +196,12 @@ def _log_decay(
     of_gate: Tensor | None,
 ) -> Tensor | None:
     """Returns the decays (b, hk, keys), with a `FastmaxCache` of the new keys; padding causes no decay."""
-    refuse_missing(module, of_gate)
+    _check_gate(module, DecayGate, key, causal, of_gate)
     if constant is None and of_gate is None:
         return None
     if not causal:
-        raise ValueError(f"decays need a causal layer, and {type(module).__name__} sees all keys in this call")
-    batch, heads, m = (key.tensor if isinstance(key, NewTokens) else key).shape[:3]
+        raise ValueError(f"log_decay needs a causal layer, and {type(module).__name__} sees all keys in this call")
+    batch, heads, m = _tensor(key).shape[:3]
     if of_gate is None:
         if len(constant) != heads:
             raise ValueError(
@@ -207,14 +210,28 @@ def _log_decay(
             )
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         log_decay = torch.tensor(constant, dtype=dtype, device=query.device)[:, None].expand(batch, heads, m)
-    elif of_gate.shape[2] != m:
-        raise ValueError(
-            f"{type(module).__name__} has a decay gate, and those of {m - of_gate.shape[2]} keys in the cache are not known: "
-            f"{CACHE}=FastmaxCache(config), or use_cache=False"
-        )
     else:
         log_decay = of_gate
     return log_decay if padding is None else torch.where(padding[:, None, -m:], log_decay, 0)
+
+
+def _check_gate(module: nn.Module, kind: type[Gate], key: Tensor | NewTokens, causal: bool, values: Tensor | None) -> None:
+    """Checks the values (b, hk, keys) that a gate of the layer, or the caller, passed for the keys of this call."""
+    refuse_missing(module, kind, values)
+    if values is None:
+        return
+    if not causal:
+        raise ValueError(f"{kind.ARGUMENT} needs a causal layer, and {type(module).__name__} sees all keys in this call")
+    unknown = _tensor(key).shape[2] - values.shape[2]
+    if unknown != 0:
+        raise ValueError(
+            f"{type(module).__name__} has {kind.TITLE}, and those of {unknown} keys in the cache are not known: "
+            f"{CACHE}=FastmaxCache(config), or use_cache=False"
+        )
+
+
+def _tensor(key: Tensor | NewTokens) -> Tensor:
+    return key.tensor if isinstance(key, NewTokens) else key
 
 
 def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Pre
 
 from fastmax.integrations.transformers.cache import FastmaxCache
 from fastmax.integrations.transformers.cache_argument import CACHE
-from fastmax.integrations.transformers.decay import GATE
+from fastmax.integrations.transformers.gates import has_gates
 from fastmax.integrations.transformers.options import NAME, wants_constant_memory
 
 
@@ -40,5 +40,5 @@ def watch_generation() -> None:
 
 
 def _is_default(config: PreTrainedConfig) -> bool:
-    """Returns whether a model uses `FastmaxCache` by default: by its option, or with decay gates, which need it."""
-    return config._attn_implementation == NAME and (wants_constant_memory(config) or bool(getattr(config, GATE, None)))
+    """Returns whether a model uses `FastmaxCache` by default: by its option, or with gates, which need it."""
+    return config._attn_implementation == NAME and (wants_constant_memory(config) or has_gates(config))

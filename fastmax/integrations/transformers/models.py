@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
+from fastmax.integrations.transformers.gates import build_gates, refuse_gates, reset_gate
 from fastmax.integrations.transformers.layers import attention_layers, implementation, runs_fastmax
 from fastmax.integrations.transformers.observation import INSTEAD, is_of_pytorch, observe_first_forward, refusal
 from fastmax.integrations.transformers.options import (
@@ -56,8 +56,7 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
             _check_dispatch(part)
             _check_layers(part)
     for name, layer in attention_layers(model):
-        if gate_of(layer) is not None:
-            refuse_layer(name, layer)
+        refuse_gates(name, layer)
         if layer.config._attn_implementation == NAME:
             check_values(**all_options(layer.config))
             refuse_caches_of_documents(layer)
@@ -86,7 +85,7 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
 
     Raises:
         TypeError, ValueError: an option, with its value and the accepted ones; `layers` that the model does not have;
-            options that its decay gates exclude. The configurations then stay as they were.
+            options that its gates exclude. The configurations then stay as they were.
     """
     if not isinstance(model, PreTrainedConfig):
         check_model(model)
@@ -114,8 +113,7 @@ def _check_configured(model: nn.Module | PreTrainedConfig, configs: list[PreTrai
     for part in parts:
         _check_layers(part)
     for name, layer in attention_layers(model) if parts else ():
-        if gate_of(layer) is not None:
-            refuse_layer(name, layer)
+        refuse_gates(name, layer)
         runs_fastmax(layer)
     if not parts:
         _check_some_part_has_the_layers(configs)

@@ -1,4 +1,4 @@
-"""Decays in Hugging Face models: the option `log_decay`, and gates added by `add_decay`."""
+"""Decays and gates in Hugging Face models: the option `log_decay`, and gates added by `add_decay` and `add_input_gate`."""
 
 import copy
 from unittest import mock
@@ -28,7 +28,7 @@ from tiny_decoders import (  # noqa: E402
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
-from fastmax.integrations.transformers import FastmaxCache, add_decay  # noqa: E402
+from fastmax.integrations.transformers import FastmaxCache, add_decay, add_input_gate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
 
@@ -41,20 +41,38 @@ def constant(family, **options):
 
 
 def gated(family, num_hidden_layers=2, **options):
-    """Adds gates that depend on their input."""
+    """Adds decay gates that depend on their input."""
     model = family(fastmax=options, num_hidden_layers=num_hidden_layers)
     add_decay(model, 16.0)
-    for name, parameter in model.named_parameters():
-        if "fastmax_decay.weight" in name:
+    return drawn(model)
+
+
+def input_gated(family, num_hidden_layers=2, **options):
+    """Adds input gates that depend on their input."""
+    model = family(fastmax=options, num_hidden_layers=num_hidden_layers)
+    add_input_gate(model)
+    return drawn(model)
+
+
+def with_both(family, num_hidden_layers=2, **options):
+    model = gated(family, num_hidden_layers, **options)
+    add_input_gate(model)
+    return drawn(model)
+
+
+def drawn(model):
+    for name, parameter in gates(model).items():
+        if name.endswith("weight"):
             torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
-KINDS = pytest.mark.parametrize("kind", [constant, gated])
+KINDS = pytest.mark.parametrize("kind", [constant, gated, input_gated, with_both])
+GATED = pytest.mark.parametrize("kind", [gated, input_gated, with_both])
 
 
 def gates(model) -> dict:
-    return {name: x for name, x in model.named_parameters() if "fastmax_decay" in name}
+    return {name: x for name, x in model.named_parameters() if "fastmax_decay" in name or "fastmax_input_gate" in name}
 
 
 # ---- the function
@@ -87,8 +105,10 @@ def test_constant_decays_equal_the_definition(family):
     assert (run(model, ids, mask)[real] - ours[0]).abs().max() > 1e-3
 
 
-def test_gate_by_hand():
-    model = gated(llama)
+@pytest.mark.parametrize("options", [{}, {"exact_window": 3}], ids=["p = 2", "exact window"])
+@GATED
+def test_gates_by_hand(kind, options):
+    model = kind(llama, **options)
     attention = model.model.layers[1].self_attn
     seen = {}
     attention.register_forward_hook(
@@ -102,10 +122,16 @@ def test_gate_by_hand():
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     q, k = apply_rotary_pos_emb(q, k, *seen["position_embeddings"])
-    gate = attention.fastmax_decay
-    log_decay = torch.nn.functional.logsigmoid(x @ gate.weight.T + gate.bias).mT
-    options = {"causal": True, "temperature": 6**0.5, "attention_mask": mask.bool()}
-    o = fastmax_attention(q, k, v, log_decay=torch.where(mask.bool()[:, None], log_decay, 0), **options)
+    given = {}
+    if kind is not input_gated:
+        gate = attention.fastmax_decay
+        log_decay = torch.nn.functional.logsigmoid(x @ gate.weight.T + gate.bias).mT
+        given["log_decay"] = torch.where(mask.bool()[:, None], log_decay, 0)
+    if kind is not gated:
+        gate = attention.fastmax_input_gate
+        given["log_input_gate"] = 8 * torch.tanh((x @ gate.weight.T + gate.bias) / 8).mT
+    options = options | {"causal": True, "temperature": 6**0.5, "attention_mask": mask.bool()}
+    o = fastmax_attention(q, k, v, **given, **options)
     torch.testing.assert_close(seen["output"], attention.o_proj(o.transpose(1, 2).flatten(2)))
     assert not torch.allclose(o, fastmax_attention(q, k, v, **options))
 
@@ -156,10 +182,13 @@ def test_keys_and_values_with_decays():
     model, cache = constant(llama), transformers.DynamicCache()
     parts = [model(part, past_key_values=cache).logits for part in ids.split([4, 1, 4], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
-    model, cache = gated(llama), transformers.DynamicCache()
-    model(ids[:, :4], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"those of 4 keys in the cache are not known: (past_key_values|cache)=FastmaxCache"):
-        model(ids[:, 4:], past_key_values=cache)
+    for kind in (gated, input_gated):
+        model, cache = kind(llama), transformers.DynamicCache()
+        model(ids[:, :4], past_key_values=cache)
+        with pytest.raises(
+            ValueError, match=r"those of 4 keys in the cache are not known: (past_key_values|cache)=FastmaxCache"
+        ):
+            model(ids[:, 4:], past_key_values=cache)
 
 
 # ---- the gates as a part of the model
@@ -177,6 +206,11 @@ def test_start():
 def test_start_that_leaves_a_model_as_it_is():
     model, ids = llama(), tokens(2, 9)
     before = model(ids).logits
+    assert add_input_gate(model) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert len(gates(model)) == 4 and not any(x.any() for x in gates(model).values())
+    torch.testing.assert_close(model(ids).logits, before)
+    model = llama()
+    before = model(ids).logits
     add_decay(model, 1e6, shortest_half_life=1e6)
     after = model(ids).logits
     assert not torch.equal(before, after)
@@ -184,14 +218,14 @@ def test_start_that_leaves_a_model_as_it_is():
 
 
 @FAMILIES
-def test_saved_and_loaded(family, tmp_path):
-    model, ids = gated(family), tokens(2, 9)
+@GATED
+def test_saved_and_loaded(kind, family, tmp_path):
+    model, ids = kind(family), tokens(2, 9)
     model.save_pretrained(tmp_path)
-    kind = type(model)
-    for load in (kind, transformers.AutoModelForCausalLM):
+    for load in (type(model), transformers.AutoModelForCausalLM):
         loaded, info = load.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
-        assert len(gates(loaded)) == 4
+        assert gates(loaded).keys() == gates(model).keys()
         assert_same_model(loaded, model, ids)
     copied = copy.deepcopy(loaded)
     assert_same_model(copied, model, ids)
@@ -204,6 +238,7 @@ def test_configuration_alone():
     """A new model made from the configuration equals one to which gates are added."""
     model = llama()
     add_decay(model, 50.0, shortest_half_life=7.0, layers=[1])
+    add_input_gate(model, layers=[1])
     config = transformers.LlamaConfig.from_dict(model.config.to_dict())
     config._attn_implementation = "fastmax"
     fresh = make(transformers.LlamaForCausalLM, config)
@@ -216,18 +251,19 @@ def test_checkpoint_without_gates(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
     add_decay(model, 50.0)
+    add_input_gate(model)
     with mock.patch.object(torch, "empty_like", lambda x, **options: torch.full_like(x, 7.0, **options)):
         loaded, info = transformers.LlamaForCausalLM.from_pretrained(
             tmp_path, config=model.config, dtype=torch.float64, output_loading_info=True
         )
-    assert len(info["missing_keys"]) == 4
+    assert len(info["missing_keys"]) == 8
     torch.testing.assert_close(gates(loaded), gates(model))
 
 
 def test_trained_gates_are_not_initialised_again(tmp_path):
     """transformers keeps all trained parts when a model gets a new head or becomes a part of another; gates must be kept
     too."""
-    model = gated(llama)
+    model = with_both(llama)
     model.save_pretrained(tmp_path)
     fresh = make(transformers.LlamaForCausalLM, copy.deepcopy(model.config))
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -242,6 +278,7 @@ def test_trained_gates_are_not_initialised_again(tmp_path):
 def test_trained(family):
     model, ids = family().float().train(), tokens(2, 16)
     add_decay(model, 16.0)
+    add_input_gate(model)
     before = {name: x.detach().clone() for name, x in gates(model).items()}
     losses = losses_of_training(model, ids, 4)
     assert losses[-1] < losses[0] - 0.3
@@ -249,14 +286,14 @@ def test_trained(family):
 
 
 def test_gradient_checkpointing():
-    model, ids, mask = gated(llama), tokens(3, 9), padding_mask("right")
+    model, ids, mask = with_both(llama), tokens(3, 9), padding_mask("right")
     expected = gradients(model, ids, mask)
     torch.testing.assert_close(gradients(checkpointed(model), ids, mask), expected)
 
 
 def test_compiled():
     torch.compiler.reset()
-    model, ids, mask = gated(llama, num_hidden_layers=1), tokens(3, 9), padding_mask("right")
+    model, ids, mask = with_both(llama, num_hidden_layers=1), tokens(3, 9), padding_mask("right")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
     def logits_and_gradients(model):
@@ -268,7 +305,7 @@ def test_compiled():
 
 
 def test_autocast():
-    model, ids = gated(llama).float(), tokens(2, 9)
+    model, ids = with_both(llama).float(), tokens(2, 9)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids).logits
     torch.testing.assert_close(logits.float(), model(ids).logits, rtol=0.1, atol=0.2)
@@ -320,7 +357,7 @@ def test_encoder_decoder_model(tmp_path):
     source, target = tokens(2, 6), tokens(2, 5)
     torch.testing.assert_close(loaded(source, decoder_input_ids=target).logits, model(source, decoder_input_ids=target).logits)
     model = bart(fastmax={"log_decay": [-0.1, -0.1, -0.1]})
-    with pytest.raises(ValueError, match="decays need a causal layer, and BartAttention sees all keys"):
+    with pytest.raises(ValueError, match="log_decay needs a causal layer, and BartAttention sees all keys"):
         model(source, decoder_input_ids=target)
 
 
@@ -363,6 +400,23 @@ def test_not_added(make_model, arguments, message):
     assert list(gates(model)) == before
 
 
+@pytest.mark.parametrize("name", ["encoder", "softmax", "softmax layer", "encoder layer", "no such layer", "no layer"])
+def test_input_gates_not_added(name):
+    make_model, arguments, message = NOT_ADDED[name]
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
+        add_input_gate(model, **arguments)
+    assert not gates(model)
+
+
+def test_input_gates_not_added_twice():
+    model = constant(llama)
+    add_input_gate(model, layers=[0])
+    with pytest.raises(ValueError, match="model.layers.0.self_attn of LlamaForCausalLM has an input gate already"):
+        add_input_gate(model, layers=[1])
+    assert len(gates(model)) == 2 and "log_decay" in model.config.fastmax  # beside constant decays
+
+
 @pytest.mark.parametrize("layers", [5, "01", {"0": 1}, [0, "1"], [True], [1.0]], ids=repr)
 def test_layers_of_another_kind(layers):
     model = llama()
@@ -371,7 +425,7 @@ def test_layers_of_another_kind(layers):
     assert not list(gates(model))
 
 
-@pytest.mark.parametrize("function", [add_decay, integration.configure, integration.check])
+@pytest.mark.parametrize("function", [add_decay, add_input_gate, integration.configure, integration.check])
 def test_what_is_no_model(function):
     with pytest.raises(TypeError, match="model must be .*got 'llama'"):
         function("llama")
@@ -398,16 +452,17 @@ def test_softmax_is_refused_where_there_are_gates(tmp_path):
 
 
 def test_used_bidirectionally():
-    for model in (constant(llama), gated(llama)):
-        with pytest.raises(ValueError, match="decays need a causal layer, and LlamaAttention sees all keys in this call"):
-            model(tokens(1, 4), is_causal=False)
+    for kind, name in ((constant, "log_decay"), (gated, "log_decay"), (input_gated, "log_input_gate")):
+        with pytest.raises(ValueError, match=f"{name} needs a causal layer, and LlamaAttention sees all keys in this call"):
+            kind(llama)(tokens(1, 4), is_causal=False)
 
 
 def test_gates_and_configuration_that_disagree():
-    model = gated(llama)
-    del model.config.fastmax_decay
-    with pytest.raises(ValueError, match=r"does not list layer 0 \(LlamaAttention\), which has a decay gate"):
-        model(tokens(1, 4))
+    for kind, place, title in ((gated, "fastmax_decay", "a decay gate"), (input_gated, "fastmax_input_gate", "an input gate")):
+        model = kind(llama)
+        delattr(model.config, place)
+        with pytest.raises(ValueError, match=rf"does not list layer 0 \(LlamaAttention\), which has {title}"):
+            model(tokens(1, 4))
     model = llama()
     model.config.fastmax_decay = {"layers": [1]}
     with pytest.raises(ValueError, match=r"lists layer 1 \(LlamaAttention\), which has no decay gate"):
@@ -425,20 +480,27 @@ def test_gates_and_configuration_that_disagree():
         model(tokens(1, 4))
 
 
-def test_layer_that_keeps_the_decays_for_itself():
-    model = gated(llama)
-    layer, interface = model.model.layers[0].self_attn, integration.fastmax_attention_forward
+@pytest.mark.parametrize("kind, name", [(gated, "log_decay"), (input_gated, "log_input_gate")])
+def test_layer_that_keeps_the_argument_for_itself(kind, name):
+    model, interface = kind(llama), integration.fastmax_attention_forward
 
-    def without(*args, log_decay, **kwargs):
+    def without(*args, **kwargs):
+        del kwargs[name]
         return interface(*args, **kwargs)
 
     transformers.AttentionInterface.register("fastmax", without)
     try:
-        with pytest.raises(ValueError, match="LlamaAttention keeps the argument log_decay"):
+        with pytest.raises(ValueError, match=f"LlamaAttention keeps the argument {name}"):
             model(tokens(1, 4))
     finally:
         transformers.AttentionInterface.register("fastmax", interface)
-    assert layer.fastmax_decay is not None
+
+
+@pytest.mark.parametrize("name", ["log_decay", "log_input_gate"])
+def test_layers_of_softmax_refuse_what_they_would_ignore(name):
+    model = llama(fastmax={"layers": [1]})
+    with pytest.raises(ValueError, match=f"does not support {name} .* in LlamaAttention, a layer of softmax attention"):
+        model(tokens(1, 4), **{name: torch.zeros(1, 2, 4, dtype=torch.float64)})
 
 
 WRONG = {
