@@ -195,7 +195,7 @@ def compare(kind: type[PreTrainedModel], expected: list[Tensor], actual: list[Te
 
 @pytest.fixture(scope="session")
 def outcome_of(tmp_path_factory):
-    """`outcome`, which all processes of a run of the tests find once between them."""
+    """Returns `outcome`, with results that the processes of a test run share through files."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "outcomes"
     folder.mkdir(exist_ok=True)

@@ -55,8 +55,7 @@ def exchanged_bytes(
         window      forward: k and v of `exact_window` tokens around each part; backward: their gradients
 
     `log_decay` and `cu_seqlens` add two numbers per part and head. Decays, gates and masks add their own size where k and v are
-    sent.
-    Overhead of the collective library is not counted, nor are bytes that a rank only forwards.
+    sent. Overhead of the collective library is not counted, nor are bytes that a rank only forwards.
 
     Args:
         layout: layout of the call.

@@ -265,8 +265,8 @@ def step(
     q, k, v, gate, log_decay = token.real_only(count)
     (b, hk), h = k.shape[:2], q.shape[1]
     if log_decay is not None:
-        decayed = torch.where(state.positions >= 0, state.log_factors + log_decay, 0)
-        state = replace(state, log_factors=state.log_factors.copy_(decayed) if in_place else decayed)
+        add = state.log_factors.add_ if in_place else state.log_factors.add
+        state = replace(state, log_factors=add(log_decay))
     position = positions.view(b, 1, 1).expand(b, hk, 1)
     slot = state.positions.argmin(dim=-1, keepdim=True)  # one that is free
     tensors = zip(state.tensors().values(), (k, v, gate, position), strict=True)

@@ -116,7 +116,7 @@ class FastmaxSelfAttention(nn.Module):
             with `attention="fastmax"`.
         kept_keys: number of keys beyond the exact window, in each key/value head, that are kept to be weighted by exp(s) too.
             Input gates and decays choose them, so it needs `input_gate=True` and an exact window. The state for generation
-            holds them and the last `exact_window + 256` keys. 0: no key beyond the window is weighted by exp(s).
+            has slots for them and the last `exact_window + 256` keys. 0: no key beyond the window is weighted by exp(s).
         exact_window: number of most recent keys, the token's own included, that are weighted by exp(s) as in softmax; the
             polynomial weights the keys before them. None: 128. 0: the polynomial weights all keys. A wider window learns more
             and costs more. With softmax attention only None and 0 are accepted.

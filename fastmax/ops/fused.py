@@ -37,8 +37,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of q, k, v, log_decay and log_input_gate of `attention` without an exact window, given its results.
 
-    The last two are None if the call has none.
-    If o and z are of more keys than these, the gradients are this part of the whole. Autograd does not record them.
+    The last two are None if the call has none. If o and z are of more keys than these, the gradients are this part of the
+    whole. Autograd does not record them.
     """
     operator = _part(call)
     tensors, options = operator.signature.flatten(call, allow_tf32_of(q))

@@ -199,10 +199,9 @@ def _log_decay(
     _check_gate(module, DecayGate, key, causal, of_gate)
     if constant is None and of_gate is None:
         return None
-    if not causal:
-        raise ValueError(f"log_decay needs a causal layer, and {type(module).__name__} sees all keys in this call")
     batch, heads, m = _tensor(key).shape[:3]
     if of_gate is None:
+        _refuse_unless_causal(module, "log_decay", causal)
         if len(constant) != heads:
             raise ValueError(
                 f"the option log_decay must have a number for each of the {heads} key/value heads of {type(module).__name__}, "
@@ -220,14 +219,18 @@ def _check_gate(module: nn.Module, kind: type[Gate], key: Tensor | NewTokens, ca
     refuse_missing(module, kind, values)
     if values is None:
         return
-    if not causal:
-        raise ValueError(f"{kind.ARGUMENT} needs a causal layer, and {type(module).__name__} sees all keys in this call")
+    _refuse_unless_causal(module, kind.ARGUMENT, causal)
     unknown = _tensor(key).shape[2] - values.shape[2]
     if unknown != 0:
         raise ValueError(
             f"{type(module).__name__} has {kind.TITLE}, and those of {unknown} keys in the cache are not known: "
             f"{CACHE}=FastmaxCache(config), or use_cache=False"
         )
+
+
+def _refuse_unless_causal(module: nn.Module, name: str, causal: bool) -> None:
+    if not causal:
+        raise ValueError(f"{name} needs a causal layer, and {type(module).__name__} sees all keys in this call")
 
 
 def _tensor(key: Tensor | NewTokens) -> Tensor:

@@ -125,18 +125,8 @@ def add_input_gate(model: PreTrainedModel, *, layers: Iterable[int] | None = Non
     The weight of a key beyond the exact window, or of any key where there is no window, is multiplied by
     `exp(log_input_gate)`. The gates' parameters are the model's (`...fastmax_input_gate.weight`, `...fastmax_input_gate.bias`):
     trained, saved and loaded with it; `config.fastmax_input_gate` lists the layers. They are 0 at first, which leaves the model
-    as it is. Generation with cached keys needs `FastmaxCache`.
-
-    Args:
-        model: a model that runs fastmax.
-        layers: indices of layers; None = all causal layers that run fastmax.
-
-    Returns:
-        The names of the layers that have a gate now.
-
-    Raises:
-        TypeError, ValueError: an invalid argument, or a layer that cannot have a gate: one of softmax attention, one that is
-            not causal, or one with a gate.
+    as it is. Generation with cached keys needs `FastmaxCache`. The arguments, the result and the errors are those of
+    `add_decay`.
     """
     check_model(model)
     return _add(model, InputGate, layers)
