@@ -165,7 +165,7 @@ def rounding_of(problem, mode):
 def check(problem, mode, least=None, bounds_alone=False, terms=0.1):
     """Checks that the error is at most twice that of the plain formula, or some roundings (`least`), and that a repetition has
     the same bits. With `bounds_alone`, decays of 0 are not passed. `terms` is the norm of what cancels in the gradients of q
-    and k, relative to that of v; with gates, a tenth of it does in those of decays."""
+    and k, relative to that of v; with gates, 0.3 of it does in those of decays."""
 
     def results():
         found = run(problem.replace(log_decay=None) if bounds_alone else problem)
@@ -180,7 +180,7 @@ def check(problem, mode, least=None, bounds_alone=False, terms=0.1):
         x, y, z = (values[seen].double() for values in (x, exact[name], plain[name]))
         # If one key has nearly all of a query's weight, grad_o . v and grad_o . o are nearly equal, and the rounding errors of
         # both remain in their difference. Gates give more queries such a key.
-        of_decays = 0.1 * terms if "gate" in exact else 1e-3
+        of_decays = 0.3 * terms if "gate" in exact else 1e-3
         cancels = {"q": terms, "k": terms, "log_decay": of_decays, "gate": 0.1}.get(name, 0.0) * exact["v"].norm()
         size = max(y.norm(), cancels)
         times = 4 if name in OF_KEYS else 2  # differences of two sums of pairs

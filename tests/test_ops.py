@@ -122,6 +122,19 @@ def test_opcheck_finite_decay(dtype, device):
         torch.library.opcheck(torch.ops.fastmax.finite_decay.default, (log_decay, *options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
+def test_decay_sums(dtype, device):
+    log_decay = decays_with_resets(50, device, dtype, share=0.0).requires_grad_()
+    torch.library.opcheck(torch.ops.fastmax.decay_sums.default, (log_decay,))
+    expected = log_decay.double().cumsum(-1)
+    sums = torch.ops.fastmax.decay_sums(log_decay)
+    assert sums.dtype == torch.float64
+    assert torch.equal(sums, expected)
+    weights = torch.randn_like(sums)
+    grads = [torch.autograd.grad((x * weights).sum(), log_decay)[0] for x in (sums, expected)]
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("m", [1, 17, 2047, 2048, 2049, 9000])
 @pytest.mark.parametrize("share", [0.0, 1e-3, 1.0])
 def test_finite_decay(m, share, device):

@@ -550,10 +550,10 @@ def test_threads_that_continue_one_state(monkeypatch):
 @pytest.mark.parametrize("side", SIDES)
 @torch.no_grad()
 def test_padded_sequences_on_the_kernels(side, options):
-    """Padded prompts and then buffered steps, some of them masked, equal each sequence alone."""
+    """Padded prompts and then steps, buffered where they can be and some of them masked, equal each sequence alone."""
     layer = FastmaxSelfAttention(64, 4, head_dim=64, device="cuda", **options)
     softmax, sequences = "attention" in options, Sequences(4)
-    state = layer.init_state(4, **({} if softmax else {"flush_interval": 3}))
+    state = layer.init_state(4, **({} if softmax or layer.kept_keys else {"flush_interval": 3}))
     for counts, n in [((70, 5, 0, 150), 150), *CALLS]:
         mask = mask_of(counts, n, side).cuda()
         x = torch.randn(4, n, 64, device="cuda")

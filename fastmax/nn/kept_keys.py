@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmax import eager
+from fastmax import eager, ops
 from fastmax.decoding.batch_state import BatchState
 from fastmax.decoding.varlen import blocks_of
 from fastmax.functional import flash_attention
@@ -319,7 +319,7 @@ def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor
     """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:
         return gate, None
-    sums = log_decay.double().cumsum(-1)
+    sums = ops.decay_sums(log_decay)
     return gate.double() - sums, sums
 
 
@@ -462,7 +462,7 @@ def _decays(log_decay: Tensor, sums: Tensor, token: Tensor, kept: int) -> tuple[
     of_query = torch.where(is_query, log_decay.gather(2, token.flatten(2)).view_as(token), 0)
     up_to_block = (sums - log_decay).gather(2, token[..., 0]).unsqueeze(-1)
     of_kept = up_to_block.expand(b, hk, blocks, kept)
-    of_gates = torch.cat([of_kept, up_to_block + of_query.double().cumsum(-1)], dim=-1)
+    of_gates = torch.cat([of_kept, up_to_block + ops.decay_sums(of_query)], dim=-1)
     return of_gates, torch.cat([torch.zeros_like(of_kept, dtype=of_query.dtype), of_query], dim=-1)
 
 

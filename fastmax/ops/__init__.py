@@ -23,6 +23,7 @@ from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
 from fastmax.ops.autocast import without_autocast as without_autocast
 from fastmax.ops.autograd import refuse_second_derivative as refuse_second_derivative
+from fastmax.ops.decays import decay_sums as decay_sums
 from fastmax.ops.decays import finite_decay as finite_decay
 from fastmax.ops.fused import attention as attention
 from fastmax.ops.fused import attention_backward as attention_backward

@@ -1,4 +1,4 @@
-"""`finite_decay`: splits decays into finite values and resets."""
+"""`finite_decay`: splits decays into finite values and resets. `decay_sums`: the sums of decays up to each token."""
 
 from __future__ import annotations
 
@@ -75,3 +75,33 @@ class _FiniteDecay(torch.autograd.Function):
         return output
 
     backward = staticmethod(_differentiate_finite_decay)
+
+
+def decay_sums(log_decay: Tensor) -> Tensor:
+    """Returns the sums of log decays (..., m) up to each token, its own among them, in float64."""
+    if torch.compiler.is_compiling() and log_decay.is_cuda:
+        # The compiler of PyTorch 2.11 fails where it fuses a cumulative sum with the linear map that the decays come from.
+        return _SUMS(log_decay)
+    return _decay_sums(log_decay)
+
+
+def _decay_sums(log_decay):
+    return log_decay.cumsum(-1, dtype=torch.float64)
+
+
+_SUMS = register(
+    "decay_sums(Tensor log_decay) -> Tensor",
+    lambda log_decay: _decay_sums(log_decay).contiguous(),
+    lambda log_decay: log_decay.new_empty(log_decay.shape, dtype=torch.float64),
+)
+
+
+def _differentiate_sums(ctx, grad):
+    return _SUMS(grad.flip(-1)).flip(-1).to(ctx.dtype)
+
+
+def _save_dtype(ctx, inputs, output):
+    ctx.dtype = inputs[0].dtype
+
+
+torch.library.register_autograd(_SUMS.overload, _differentiate_sums, setup_context=_save_dtype, lib=LIBRARY)
