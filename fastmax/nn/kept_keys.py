@@ -358,10 +358,11 @@ def _largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
         earlier: (blocks,), number of earlier blocks of the same sequence.
     """
     blocks, count = rank.shape[2:]
-    place = torch.arange(count, device=rank.device)
+    block, place = (torch.arange(x, device=rank.device) for x in (blocks, count))
     reach = 1  # each block has the candidates of so many blocks, its own the last
     while reach < blocks:
-        rank_before, index_before = (F.pad(x[:, :, :-reach], (0, 0, reach, 0)) for x in (rank, index))
+        # By an index, since the compiler of PyTorch 2.11 fails on some orders of fusions with padding in its place.
+        rank_before, index_before = (x.index_select(2, (block - reach).clamp(min=0)) for x in (rank, index))
         rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
         # Both lists are sorted. The K largest are the first m of the later list and the first K - m of the earlier one. m is
         # the number of places p at which later[p] >= earlier[K - 1 - p]; of equal keys the later one is kept.
