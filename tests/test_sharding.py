@@ -194,6 +194,7 @@ def recorded(kv_heads: int) -> list[tuple]:
                 step_(*token, state, **of_token)
         torch.ops.fastmax.finite_decay(log_decay, True, True)
         torch.ops.fastmax.finite_decay(log_decay, True, False)
+        torch.ops.fastmax.decay_sums(log_decay)
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()

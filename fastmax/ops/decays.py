@@ -90,7 +90,7 @@ def _decay_sums(log_decay):
 
 
 _SUMS = register(
-    "decay_sums(Tensor log_decay) -> Tensor",
+    "decay_sums(Tensor log_decay) -> Tensor decay_sums",
     lambda log_decay: _decay_sums(log_decay).contiguous(),
     lambda log_decay: log_decay.new_empty(log_decay.shape, dtype=torch.float64),
 )
