@@ -362,7 +362,8 @@ def _largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
     reach = 1  # each block has the candidates of so many blocks, its own the last
     while reach < blocks:
         # By an index, since the compiler of PyTorch 2.11 fails on some orders of fusions with padding in its place.
-        rank_before, index_before = (x.index_select(2, (block - reach).clamp(min=0)) for x in (rank, index))
+        before = (block - reach).clamp(min=0)
+        rank_before, index_before = (x.index_select(2, before) for x in (rank, index))
         rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
         # Both lists are sorted. The K largest are the first m of the later list and the first K - m of the earlier one. m is
         # the number of places p at which later[p] >= earlier[K - 1 - p]; of equal keys the later one is kept.

@@ -27,7 +27,7 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
         return eager.finite_decay(log_decay, continues, dtype)
     wide = dtype == torch.float64
     if torch.compiler.is_compiling():
-        return _OPERATOR(log_decay, continues, wide)
+        return _FINITE(log_decay, continues, wide)
     return _FiniteDecay.apply(log_decay, continues, wide)
 
 
@@ -43,7 +43,7 @@ def _fake_finite_decay(log_decay, continues, wide):
     return tuple([log_decay.new_empty(log_decay.shape, dtype=dtype) for dtype in dtypes])
 
 
-_OPERATOR = register(
+_FINITE = register(
     "finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor k_start)",
     _finite_decay,
     _fake_finite_decay,
@@ -62,15 +62,15 @@ def _differentiate_finite_decay(ctx, grad, _):
     return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
 
 
-torch.library.register_autograd(_OPERATOR.overload, _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY)
+torch.library.register_autograd(_FINITE.overload, _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY)
 
 
 class _FiniteDecay(torch.autograd.Function):
-    """The same as `register_autograd` for `_OPERATOR`, at a lower cost per call."""
+    """The same as `register_autograd` for `_FINITE`, at a lower cost per call."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = _OPERATOR(*inputs)
+        output = _FINITE(*inputs)
         _save_finite_decay(ctx, inputs, output)
         return output
 
@@ -82,16 +82,12 @@ def decay_sums(log_decay: Tensor) -> Tensor:
     if torch.compiler.is_compiling() and log_decay.is_cuda:
         # The compiler of PyTorch 2.11 fails where it fuses a cumulative sum with the linear map that the decays come from.
         return _SUMS(log_decay)
-    return _decay_sums(log_decay)
-
-
-def _decay_sums(log_decay):
     return log_decay.cumsum(-1, dtype=torch.float64)
 
 
 _SUMS = register(
     "decay_sums(Tensor log_decay) -> Tensor decay_sums",
-    lambda log_decay: _decay_sums(log_decay).contiguous(),
+    lambda log_decay: log_decay.cumsum(-1, dtype=torch.float64).contiguous(),
     lambda log_decay: log_decay.new_empty(log_decay.shape, dtype=torch.float64),
 )
 
