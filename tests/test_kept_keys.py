@@ -27,6 +27,7 @@ from test_self_attention import (  # noqa: F401
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastmax import FastmaxSelfAttention
+from fastmax.eager import choice
 from fastmax.nn import kept_keys
 from fastmax.nn.kept_keys import KeptKeys
 
@@ -216,8 +217,8 @@ def test_the_choice_alone(n):
     rank = torch.randint(-3, 4, (2, 3, n)).double()
     begin = torch.arange(-(-n // BLOCK)) * BLOCK
     for count in (1, KEPT, 10):
-        own = kept_keys._largest(*kept_keys._new_candidates(rank, begin[None], 0 * begin[None], WINDOW), count)
-        index = kept_keys._largest_so_far(*own, begin // BLOCK)
+        own = choice.largest(*kept_keys._new_candidates(rank, begin[None], 0 * begin[None], WINDOW), count)
+        index = choice.largest_so_far(*own, begin // BLOCK)
         expected = kept(rank, count, WINDOW)[:, :, ::BLOCK]
         actual = torch.zeros_like(expected)
         for place in (index >= 0).nonzero().tolist():
@@ -515,7 +516,7 @@ def test_blocks_of_256_against_float64(dtype, device, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("n", [1024, 8192])
+@pytest.mark.parametrize("n", [256, 1024, 8192])
 def test_compiled_training_on_a_gpu(n, monkeypatch, fresh_dynamo):
     """The compiled code, with its own kernels around ours, computes what the layer does."""
     monkeypatch.setattr(kept_keys, "_BLOCK", 256)

@@ -135,6 +135,14 @@ def test_decay_sums(dtype, device):
     assert torch.equal(*grads)
 
 
+def test_largest_so_far(device):
+    """Two sequences, of 5 blocks and of 2."""
+    rank, index = torch.rand(2, 3, 7, 4, dtype=torch.float64, device=device).sort(dim=-1, descending=True)
+    given = rank, index, torch.tensor([0, 1, 2, 3, 4, 0, 1], device=device)
+    torch.library.opcheck(torch.ops.fastmax.largest_so_far.default, given)
+    assert torch.equal(torch.ops.fastmax.largest_so_far(*given), eager.choice.largest_so_far(*given))
+
+
 @pytest.mark.parametrize("m", [1, 17, 2047, 2048, 2049, 9000])
 @pytest.mark.parametrize("share", [0.0, 1e-3, 1.0])
 def test_finite_decay(m, share, device):

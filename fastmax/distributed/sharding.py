@@ -48,8 +48,8 @@ _AXES = {
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "kv_state", "k_sum", "new_kv_state", "new_k_sum"), _KEYS),
     **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "local_gates"), _KEYS),
     **dict.fromkeys(("buffered", "saved"), _KEYS),
-    **dict.fromkeys(("finite", "decay_sums", "pairs_of_states"), _KEYS),
-    **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin", "places"), _SHARED),
+    **dict.fromkeys(("finite", "decay_sums", "pairs_of_states", "key_rank", "key_index", "kept"), _KEYS),
+    **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin", "places", "earlier"), _SHARED),
     **dict.fromkeys(("conv_weight", "q_weight", "k_weight", "norm_weight"), _SHARED),
     **dict.fromkeys(("qkv", "recent", "q_rows", "k_rows", "v_rows"), _axes("b")),  # the heads of all three are in one dimension
     **dict.fromkeys(("gate", "y"), _axes("b n h")),

@@ -173,8 +173,8 @@ def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> t
         origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
     log_factor, sums = _log_factors(tokens.gate, log_decay)
     blocks = _Blocks(begin, origin=origin, length=length, first=origin, places=places)
-    new = _largest(*_new_candidates(log_factor, begin, origin, options.window), options.kept)
-    index = _largest_so_far(*new, begin[0] // _BLOCK)
+    new = eager.choice.largest(*_new_candidates(log_factor, begin, origin, options.window), options.kept)
+    index = ops.largest_so_far(*new, begin[0] // _BLOCK)
     return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
 
 
@@ -210,9 +210,9 @@ def prefill(
     of_state = torch.where(candidate, known.log_factors.detach()[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
     at = torch.arange(slots, device=q.device).flip(0).expand_as(of_state)
     new = _new_candidates(known.log_factors, begin[:, 1:], origin.unsqueeze(-1), options.window)
-    of_blocks = zip(_largest(of_state, at, options.kept), _largest(*new, options.kept), strict=True)
+    of_blocks = zip(eager.choice.largest(of_state, at, options.kept), eager.choice.largest(*new, options.kept), strict=True)
     rank, candidates = (torch.cat(x, dim=2) for x in of_blocks)
-    index = _largest_so_far(rank, candidates, torch.arange(blocks, device=q.device))
+    index = ops.largest_so_far(rank, candidates, torch.arange(blocks, device=q.device))
 
     with_queries = (n + 2 * _BLOCK - 2) // _BLOCK  # as many blocks as n tokens can be in
     of_queries = _Blocks(
@@ -323,8 +323,7 @@ def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor
     return gate.double() - sums, sums
 
 
-# ---- the choice. Candidates are pairs of their rank, b_j - G_j (-inf: none), and their index among some keys. Both have the
-# ---- shape (b, hk, blocks, candidates).
+# ---- the choice: see `fastmax.eager.choice`. The rank of a candidate is b_j - G_j.
 
 
 def _new_candidates(log_factor: Tensor, begin: Tensor, origin: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -341,39 +340,6 @@ def _new_candidates(log_factor: Tensor, begin: Tensor, origin: Tensor, window: i
     index = index.unsqueeze(1).expand(b, hk, blocks, _BLOCK)
     rank = log_factor.detach().gather(2, index.flatten(2)).view_as(index)
     return torch.where((position >= 0).unsqueeze(1), rank, -torch.inf), index
-
-
-def _largest(rank: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` largest candidates, in this order; of equal ones, those that come first."""
-    rank, order = rank.sort(dim=-1, descending=True, stable=True)
-    more = (0, max(0, count - rank.shape[-1]))
-    return F.pad(rank[..., :count], more, value=-torch.inf), F.pad(index.gather(-1, order)[..., :count], more)
-
-
-def _largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
-    """Returns the indices of the largest candidates of each block and the blocks before it in its sequence, -1 for none.
-
-    Args:
-        rank, index: as `_largest` returns them for each block.
-        earlier: (blocks,), number of earlier blocks of the same sequence.
-    """
-    blocks, count = rank.shape[2:]
-    block, place = (torch.arange(x, device=rank.device) for x in (blocks, count))
-    reach = 1  # each block has the candidates of so many blocks, its own the last
-    while reach < blocks:
-        # By an index, since the compiler of PyTorch 2.11 fails on some orders of fusions with padding in its place.
-        before = (block - reach).clamp(min=0)
-        rank_before, index_before = (x.index_select(2, before) for x in (rank, index))
-        rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
-        # Both lists are sorted. The K largest are the first m of the later list and the first K - m of the earlier one. m is
-        # the number of places p at which later[p] >= earlier[K - 1 - p]; of equal keys the later one is kept.
-        later = (rank >= rank_before.flip(-1)).sum(-1, keepdim=True)
-        of_both = torch.where(place < later, place, count + place - later)
-        rank, index = (torch.cat(x, dim=-1).gather(-1, of_both) for x in ((rank, rank_before), (index, index_before)))
-        reach *= 2
-        if reach < blocks:
-            rank, index = _largest(rank, index, count)
-    return torch.where(rank == -torch.inf, -1, index)
 
 
 # ---- attention

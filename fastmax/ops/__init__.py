@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
-Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `normalization`,
+Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `choice`, `normalization`,
 `normalized_attention`, `heads` and `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator
 stand side by side. `registration` registers them, and `autograd` records calls.
 
@@ -23,6 +23,7 @@ from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
 from fastmax.ops.autocast import without_autocast as without_autocast
 from fastmax.ops.autograd import refuse_second_derivative as refuse_second_derivative
+from fastmax.ops.choice import largest_so_far as largest_so_far
 from fastmax.ops.decays import decay_sums as decay_sums
 from fastmax.ops.decays import finite_decay as finite_decay
 from fastmax.ops.fused import attention as attention
