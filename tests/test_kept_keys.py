@@ -217,8 +217,12 @@ def test_the_choice_alone(n):
     rank = torch.randint(-3, 4, (2, 3, n)).double()
     begin = torch.arange(-(-n // BLOCK)) * BLOCK
     for count in (1, KEPT, 10):
-        own = choice.largest(*kept_keys._new_candidates(rank, begin[None], 0 * begin[None], WINDOW), count)
-        index = choice.largest_so_far(*own, begin // BLOCK)
+        blocks = kept_keys._WholeBlocks(n, WINDOW, rank.device)
+        by_index = kept_keys._candidates_at(rank, begin[None], 0 * begin[None], WINDOW)
+        candidates = blocks.candidates(rank)
+        for x, y in zip(candidates, by_index, strict=True):
+            assert torch.equal(*(z.masked_fill(by_index[0] == -torch.inf, 0) for z in (x, y)))
+        index = choice.largest_so_far(*choice.largest(*candidates, count), blocks.earlier)
         expected = kept(rank, count, WINDOW)[:, :, ::BLOCK]
         actual = torch.zeros_like(expected)
         for place in (index >= 0).nonzero().tolist():
@@ -378,10 +382,15 @@ def test_forward_mode_and_functional_gradients():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_a_key_in_many_blocks_are_summed_in_float32(dtype):
     """A sum of ones in bfloat16 ends at 256, in float16 at 2048."""
-    x = torch.randn(1, 2, 5, 3, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(1, 2, 5, 3, dtype=dtype, requires_grad=True) for _ in range(2))
+    log_factor = torch.randn(1, 2, 5, dtype=torch.float64, requires_grad=True)
     index = torch.full((1, 2, 2048, 2), 3)
-    kept_keys._rows(x, index).sum().backward()
-    assert (x.grad[:, :, 3] == 4096.0).all() and not x.grad[:, :, [0, 1, 2, 4]].any()
+    rows = kept_keys._kept_rows(k, v, log_factor, index, torch.zeros(2048, 2, dtype=torch.bool))
+    assert all(torch.equal(x, y[:, :, 3:4].expand_as(x)) for x, y in zip(rows[:2], (k, v), strict=True))
+    close(rows[2], log_factor[:, :, 3:4].expand_as(rows[2]), 1e-14)
+    sum(x.sum() for x in rows).backward()
+    for x in (k, v, log_factor):
+        assert (x.grad[:, :, 3] == 4096.0).all() and not x.grad[:, :, [0, 1, 2, 4]].any()
 
 
 @pytest.mark.parametrize("decay", [False, True])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -160,21 +160,21 @@ def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> t
         no query has one, since there are too few tokens.
     """
     q, k, v, _, log_decay = tokens
-    n, device = q.shape[2], q.device
-    if n <= options.window:
+    n, device, window = q.shape[2], q.device, options.window
+    if n <= window:
         return None
-    places = None
+    log_factor, sums = _log_factors(tokens.gate, log_decay)
+    blocks: _Blocks
     if cu_seqlens is None:
-        begin = torch.arange(-(-n // _BLOCK), device=device).unsqueeze(0) * _BLOCK
-        origin, length = torch.zeros_like(begin), torch.full_like(begin, n)
+        blocks = _WholeBlocks(n, window, device)
+        earlier, candidates = blocks.earlier, blocks.candidates(log_factor.detach())
     else:
         packed, ends = blocks_of(cu_seqlens, n, length=_BLOCK), cu_seqlens.long()
-        begin, places = packed.begin.unsqueeze(0), packed.place.unsqueeze(0)
+        begin, earlier = packed.begin.unsqueeze(0), packed.begin // _BLOCK
         origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
-    log_factor, sums = _log_factors(tokens.gate, log_decay)
-    blocks = _Blocks(begin, origin=origin, length=length, first=origin, places=places)
-    new = eager.choice.largest(*_new_candidates(log_factor, begin, origin, options.window), options.kept)
-    index = ops.largest_so_far(*new, begin[0] // _BLOCK)
+        blocks = _IndexedBlocks(n, k.shape[2], window, begin, origin, length, origin, packed.place.unsqueeze(0))
+        candidates = _candidates_at(log_factor.detach(), begin, origin, window)
+    index = ops.largest_so_far(*eager.choice.largest(*candidates, options.kept), earlier)
     return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
 
 
@@ -207,15 +207,19 @@ def prefill(
     blocks = (n + _BLOCK - 1) // _BLOCK + 1  # as many as n tokens and the one after them can be in
     begin = (positions - offset).unsqueeze(-1) + _BLOCK * torch.arange(blocks, device=q.device)  # (b, blocks)
     candidate = _is_candidate(known.positions[:, :, :slots], begin[:, 0], options.window)
-    of_state = torch.where(candidate, known.log_factors.detach()[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
+    of_known = known.log_factors.detach()
+    of_state = torch.where(candidate, of_known[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
     at = torch.arange(slots, device=q.device).flip(0).expand_as(of_state)
-    new = _new_candidates(known.log_factors, begin[:, 1:], origin.unsqueeze(-1), options.window)
+    new = _candidates_at(of_known, begin[:, 1:], origin.unsqueeze(-1), options.window)
     of_blocks = zip(eager.choice.largest(of_state, at, options.kept), eager.choice.largest(*new, options.kept), strict=True)
     rank, candidates = (torch.cat(x, dim=2) for x in of_blocks)
     index = ops.largest_so_far(rank, candidates, torch.arange(blocks, device=q.device))
 
     with_queries = (n + 2 * _BLOCK - 2) // _BLOCK  # as many blocks as n tokens can be in
-    of_queries = _Blocks(
+    of_queries = _IndexedBlocks(
+        n,
+        known.keys.shape[2],
+        options.window,
         begin[:, :with_queries],
         origin=origin.unsqueeze(-1),
         length=(positions + n).unsqueeze(-1),
@@ -323,14 +327,11 @@ def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor
     return gate.double() - sums, sums
 
 
-# ---- the choice: see `fastmax.eager.choice`. The rank of a candidate is b_j - G_j.
-
-
-def _new_candidates(log_factor: Tensor, begin: Tensor, origin: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Returns the keys that are candidates for a block but not for the one before it, the latest first.
+def _candidates_at(log_factor: Tensor, begin: Tensor, origin: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Returns the keys that are candidates for a block but not for the one before it: b_j - G_j and indices, the latest first.
 
     Args:
-        log_factor: (b, hk, m).
+        log_factor: (b, hk, m), without a gradient.
         begin: position of the first token of each block in its sequence, (b or 1, blocks).
         origin: index among the m keys of the key at position 0 of the block's sequence, (b or 1, blocks or 1).
     """
@@ -338,21 +339,131 @@ def _new_candidates(log_factor: Tensor, begin: Tensor, origin: Tensor, window: i
     position = begin.unsqueeze(-1) - window - 1 - torch.arange(_BLOCK, device=log_factor.device)
     index = (origin.unsqueeze(-1) + position).clamp(0, m - 1)  # blocks after the last token have no queries
     index = index.unsqueeze(1).expand(b, hk, blocks, _BLOCK)
-    rank = log_factor.detach().gather(2, index.flatten(2)).view_as(index)
+    rank = log_factor.gather(2, index.flatten(2)).view_as(index)
     return torch.where((position >= 0).unsqueeze(1), rank, -torch.inf), index
 
 
+class _Blocks(Protocol):
+    """Blocks of B queries. Tensors of blocks have a batch entry for each: (b * count, heads, B, ...)."""
+
+    count: int  # blocks of a batch entry
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Returns x (b, heads, n, ...), of the queries, in blocks. Places without a query hold anything."""
+
+    def decays(self, log_decay: Tensor) -> Tensor:
+        """Returns log_decay (b, hk, n), of the queries, as (b, hk, count, B), 0 in places without one."""
+
+    def at_first(self, x: Tensor) -> Tensor:
+        """Returns x (b, hk, n), of the queries, at the first of each block, (b, hk, count)."""
+
+    def recent(self, x: Tensor) -> Tensor:
+        """Returns x (b, hk, m, ...), of the keys, at W positions before each query, in blocks, 0 where there is none."""
+
+    def has_recent(self) -> Tensor:
+        """Returns which places of `recent` have a key, (b or 1, count, B)."""
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Returns the queries (b, heads, n, ...) of x in blocks."""
+
+
+class _WholeBlocks:
+    """The blocks of one sequence in each batch entry, from its first token on."""
+
+    def __init__(self, n: int, window: int, device: torch.device):
+        self.n, self.window, self.count = n, window, -(-n // _BLOCK)
+        self.earlier = torch.arange(self.count, device=device)
+        self._position = torch.arange(self.count * _BLOCK, device=device).view(1, self.count, _BLOCK)
+
+    def _cut(self, x: Tensor, before: int) -> Tensor:
+        """Returns x (b, n, ...) as (b, count, B, ...), later by `before` tokens, and 0 outside."""
+        places = self.count * _BLOCK
+        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, max(0, places - self.n - before)))
+        return padded[:, :places].unflatten(1, (self.count, _BLOCK))
+
+    def _in_batch(self, x: Tensor, before: int) -> Tensor:
+        return self._cut(x.transpose(1, 2), before).flatten(0, 1).transpose(1, 2)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._in_batch(x, 0)
+
+    def decays(self, log_decay: Tensor) -> Tensor:
+        return self._cut(log_decay.flatten(0, 1), 0).unflatten(0, log_decay.shape[:2])
+
+    def at_first(self, x: Tensor) -> Tensor:
+        return x[..., ::_BLOCK]
+
+    def recent(self, x: Tensor) -> Tensor:
+        return self._in_batch(x, self.window)
+
+    def has_recent(self) -> Tensor:
+        return self._position >= self.window  # places after the last key too, which no query sees
+
+    def joined(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).unflatten(0, (x.shape[0] // self.count, self.count)).flatten(1, 2)[:, : self.n].transpose(1, 2)
+
+    def candidates(self, log_factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what `_candidates_at` does."""
+        rank = self._cut(log_factor.flatten(0, 1), self.window + _BLOCK).flip(-1).unflatten(0, log_factor.shape[:2])
+        index = (self._position - self.window - _BLOCK).flip(-1).expand_as(rank)
+        return torch.where(index >= 0, rank, -torch.inf), index.clamp(min=0)
+
+
+@dataclass(eq=False)
+class _IndexedBlocks:
+    """Blocks of several sequences in a batch entry, or of one that began earlier.
+
+    Query i of a block is at the position `begin` + i of its sequence.
+    """
+
+    n: int
+    m: int
+    window: int
+    begin: Tensor  # (b or 1, count)
+    origin: Tensor  # (b or 1, count or 1): index among the keys of the key at position 0
+    length: Tensor  # (b or 1, count or 1): number of positions of the sequence
+    first: Tensor  # (b or 1, count or 1): index among the queries of the query at position 0; below 0: there is none
+    places: Tensor  # (b or 1, n): place of each query in all blocks
+
+    def __post_init__(self) -> None:
+        self.count = self.begin.shape[1]
+        position = self.begin.unsqueeze(-1) + torch.arange(_BLOCK, device=self.begin.device)
+        self._query = self.first.unsqueeze(-1) + position  # (b or 1, count, B); there is none below 0 and from n on
+        self._recent = position - self.window
+
+    def _in_batch(self, x: Tensor, index: Tensor) -> Tensor:
+        """Returns x (b, heads, tokens, ...) at an index (b or 1, count, B) of its tokens."""
+        rows = x.transpose(1, 2)
+        rows = taken_at(rows, index.clamp(0, x.shape[2] - 1).flatten(1).expand(x.shape[0], -1), 1)
+        return rows.unflatten(1, (self.count, _BLOCK)).flatten(0, 1).transpose(1, 2)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._in_batch(x, self._query)
+
+    def decays(self, log_decay: Tensor) -> Tensor:
+        (b, hk, n), (_, count, block) = log_decay.shape, self._query.shape
+        index = self._query.clamp(0, n - 1).unsqueeze(1).expand(b, hk, count, block)
+        is_query = ((self._query >= 0) & (self._query < n)).unsqueeze(1)
+        return torch.where(is_query, log_decay.gather(2, index.flatten(2)).view_as(index), 0)
+
+    def at_first(self, x: Tensor) -> Tensor:
+        (b, hk, n), first = x.shape, self._query[..., 0]
+        return x.gather(2, first.clamp(0, n - 1).unsqueeze(1).expand(b, hk, -1))
+
+    def recent(self, x: Tensor) -> Tensor:
+        rows = self._in_batch(x, self.origin.unsqueeze(-1) + self._recent)
+        missing = ~self.has_recent().expand(x.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
+        return rows.masked_fill(missing if x.dim() == 3 else missing.unsqueeze(-1), 0)
+
+    def has_recent(self) -> Tensor:
+        return (self._recent >= 0) & (self._recent < self.length.unsqueeze(-1))
+
+    def joined(self, x: Tensor) -> Tensor:
+        rows = x.transpose(1, 2).unflatten(0, (x.shape[0] // self.count, self.count)).flatten(1, 2)
+        return taken_at(rows, self.places.expand(rows.shape[0], -1), 1).transpose(1, 2)
+
+
 # ---- attention
-
-
-class _Blocks(NamedTuple):
-    """Blocks of B queries: block and query i of it are at the position `begin` + i of their sequence."""
-
-    begin: Tensor  # (b or 1, blocks)
-    origin: Tensor  # (b or 1, blocks or 1): index among the keys of the key at position 0
-    length: Tensor  # (b or 1, blocks or 1): number of positions of the sequence
-    first: Tensor  # (b or 1, blocks or 1): index among the queries of the query at position 0; below 0: there is none
-    places: Tensor | None  # (b or 1, n): place of each query in all blocks. None: in their order
 
 
 def _attend_in_blocks(
@@ -376,45 +487,22 @@ def _attend_in_blocks(
         log_decay, sums: of the n queries. None: no decay.
         kept: indices of the kept keys among the m keys, (b, hk, blocks, K), -1 for none.
     """
-    b, h, n, _ = q.shape
-    hk, count = k.shape[1], blocks.begin.shape[1]
-    i = torch.arange(_BLOCK, device=q.device)
-    position = blocks.begin.unsqueeze(-1) + i  # of queries, (b or 1, blocks, B)
-    token = blocks.first.unsqueeze(-1) + position
-    if blocks.places is None:
-        q = F.pad(q.transpose(1, 2), (0, 0, 0, 0, 0, count * _BLOCK - n))
-    else:
-        q = taken_at(q.transpose(1, 2), token.clamp(0, n - 1).flatten(1).expand(b, -1), 1)
-    q = q.reshape(b * count, _BLOCK, h, -1).transpose(1, 2)
-
-    of_recent = position - options.window
-    is_recent = (of_recent >= 0) & (of_recent < blocks.length.unsqueeze(-1))
-    recent = torch.where(is_recent, blocks.origin.unsqueeze(-1) + of_recent, -1)
-    index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, count, _BLOCK)], dim=-1)
-    filler = torch.arange(index.shape[-1], device=q.device) % k.shape[2]  # one key for all would get all their gradients of 0
     # The number of kept keys follows from positions, so the mask of head 0 is that of all heads.
-    is_key, index = (index[:, 0] >= 0).flatten(0, 1), torch.where(index >= 0, index, filler)
-    # A NaN in a masked place would reach the output: the place may hold a later key.
-    masked = ~is_key.view(-1, 1, is_key.shape[-1], 1)
-    keys, values = (_rows(x, index).masked_fill(masked, 0) for x in (k, v))
-    gates = _rows(log_factor.unsqueeze(-1), index).squeeze(-1)
+    is_kept = (kept[:, 0] >= 0).flatten(0, 1)
+    of_kept = _kept_rows(k, v, log_factor, kept, ~is_kept)
+    of_recent = (blocks.recent(x) for x in (k, v, log_factor))
+    keys, values, gates = (torch.cat(x, dim=2) for x in zip(of_kept, of_recent, strict=True))
+    is_key = torch.cat([is_kept, blocks.has_recent().expand(q.shape[0], -1, -1).flatten(0, 1)], dim=-1)
     decay = None
     if log_decay is not None and sums is not None:
-        of_gates, decay = map(_in_batch, _decays(log_decay, sums, token, kept.shape[3]))
+        of_gates, decay = map(_in_batch, _decays(log_decay, sums, blocks, kept.shape[3]))
         gates = gates + of_gates
     gates = gates.masked_fill(~is_key.unsqueeze(1), 0).to(eager.compute_dtype(q.dtype))
-    o, lse = _softmax(q, keys, values, gates, decay, is_key, options)
-    o = o.transpose(1, 2).reshape(b, count * _BLOCK, h, -1)
-    lse = lse.unflatten(0, (b, count)).permute(0, 1, 3, 2).reshape(b, count * _BLOCK, h)
-    if blocks.places is None:
-        o, lse = o[:, :n], lse[:, :n]
-    else:
-        places = blocks.places.expand(b, -1)
-        o, lse = taken_at(o, places, 1), taken_at(lse, places, 1)
-    return o.transpose(1, 2), lse.transpose(1, 2)
+    o, lse = _softmax(blocks.queries(q), keys, values, gates, decay, is_key, options)
+    return blocks.joined(o), blocks.joined(lse)
 
 
-def _decays(log_decay: Tensor, sums: Tensor, token: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+def _decays(log_decay: Tensor, sums: Tensor, blocks: _Blocks, kept: int) -> tuple[Tensor, Tensor]:
     """Returns what gates get and log_decay of K + B keys so that they decay as in the sequence, (b, hk, blocks, K + B).
 
     Gates get the decays of kept keys up to the block, and those of the others up to the query W positions after them. The
@@ -422,14 +510,10 @@ def _decays(log_decay: Tensor, sums: Tensor, token: Tensor, kept: int) -> tuple[
 
     Args:
         log_decay, sums: of n queries, (b, hk, n).
-        token: (b or 1, blocks, B), index of each query. There is none below 0. Those from n on are padding.
     """
-    (b, hk, n), blocks = log_decay.shape, token.shape[1]
-    is_query = (token >= 0).unsqueeze(1)
-    token = token.clamp(0, n - 1).unsqueeze(1).expand(b, hk, blocks, _BLOCK)
-    of_query = torch.where(is_query, log_decay.gather(2, token.flatten(2)).view_as(token), 0)
-    up_to_block = (sums - log_decay).gather(2, token[..., 0]).unsqueeze(-1)
-    of_kept = up_to_block.expand(b, hk, blocks, kept)
+    of_query = blocks.decays(log_decay)
+    up_to_block = blocks.at_first(sums - log_decay).unsqueeze(-1)
+    of_kept = up_to_block.expand(-1, -1, -1, kept)
     of_gates = torch.cat([of_kept, up_to_block + ops.decay_sums(of_query)], dim=-1)
     return of_gates, torch.cat([torch.zeros_like(of_kept, dtype=of_query.dtype), of_query], dim=-1)
 
@@ -457,15 +541,25 @@ def _softmax(
     )
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Returns the rows of x (b, hk, m, channels) at an index (b, hk, blocks, rows), (b * blocks, hk, rows, channels).
+def _kept_rows(k: Tensor, v: Tensor, log_factor: Tensor, index: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns k, v and log factors (float64) at an index (b, hk, blocks, K), with a batch entry for each block.
 
     A key that is kept for many blocks gets the gradients of all. They are summed in float32 or float64, and by `embedding` in
-    an order that does not change; `index_add` on a GPU has none.
+    an order that does not change; `index_add` on a GPU has none. One call takes all three, since its backward sorts the index.
+
+    Args:
+        missing: (b * blocks, K), where the index is -1 and the results are 0. A NaN there would reach the output, and the key
+            at any other index may be a later one.
     """
-    b, hk, m, channels = x.shape
-    wide = eager.compute_dtype(x.dtype) if eager.recording(x) else x.dtype
-    heads = torch.arange(b, device=x.device).view(b, 1, 1, 1) * (m * hk) + torch.arange(hk, device=x.device)
-    index = index.permute(0, 2, 3, 1) * hk + heads  # of the tensor (b * m * hk, channels)
-    rows = F.embedding(index, x.to(wide).transpose(1, 2).reshape(-1, channels)).to(x.dtype)
-    return rows.flatten(0, 1).transpose(1, 2)
+    b, hk, m, d = k.shape
+    dtype, wide = k.dtype, eager.compute_dtype(k.dtype)
+    high = log_factor.to(wide)  # two float32 have the digits of a float64 that the choice needs
+    low = (log_factor.detach() - high.detach()).to(wide)
+    rows = torch.cat([k.to(wide), v.to(wide), high.unsqueeze(-1), low.unsqueeze(-1)], dim=-1)
+    filler = torch.arange(index.shape[-1], device=k.device) % m  # one key for all would get all their gradients of 0
+    index = torch.where(index >= 0, index, filler).permute(0, 2, 3, 1)
+    heads = torch.arange(b, device=k.device).view(b, 1, 1, 1) * (m * hk) + torch.arange(hk, device=k.device)
+    taken = F.embedding(index * hk + heads, rows.transpose(1, 2).reshape(b * m * hk, -1))  # rows of (b * m * hk, channels)
+    taken = taken.flatten(0, 1).transpose(1, 2).masked_fill(missing.view(-1, 1, missing.shape[-1], 1), 0)
+    keys, values, high, low = taken.split([d, v.shape[3], 1, 1], dim=-1)
+    return keys.to(dtype), values.to(dtype), (high.double() + low.double()).squeeze(-1)
