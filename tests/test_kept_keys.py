@@ -26,8 +26,7 @@ from test_self_attention import (  # noqa: F401
 )
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastmax import FastmaxSelfAttention
-from fastmax.eager import choice
+from fastmax import FastmaxSelfAttention, eager
 from fastmax.nn import kept_keys
 from fastmax.nn.kept_keys import KeptKeys
 
@@ -222,7 +221,7 @@ def test_the_choice_alone(n):
         candidates = blocks.candidates(rank)
         for x, y in zip(candidates, by_index, strict=True):
             assert torch.equal(*(z.masked_fill(by_index[0] == -torch.inf, 0) for z in (x, y)))
-        index = choice.largest_so_far(*choice.largest(*candidates, count), blocks.earlier)
+        index = eager.largest_so_far(*candidates, blocks.earlier, count)
         expected = kept(rank, count, WINDOW)[:, :, ::BLOCK]
         actual = torch.zeros_like(expected)
         for place in (index >= 0).nonzero().tolist():

@@ -196,7 +196,7 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.finite_decay(log_decay, True, False)
         torch.ops.fastmax.decay_sums(log_decay)
         candidates = torch.rand(B, kv_heads, 4, 3, dtype=torch.float64)
-        torch.ops.fastmax.largest_so_far(*candidates.sort(dim=-1, descending=True), torch.arange(4))
+        torch.ops.fastmax.largest_so_far(candidates, candidates.argsort(), torch.arange(4), 2)
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()

@@ -1,6 +1,6 @@
 """Attention, states and their gradients in PyTorch operations, on any device."""
 
-from fastmax.eager import choice, heads, linear, planner, quadratic, softmax  # noqa: F401  (submodules, read as attributes)
+from fastmax.eager import heads, linear, planner, quadratic, softmax  # noqa: F401  (submodules, read as attributes)
 from fastmax.eager.attention import backward, forward
 from fastmax.eager.blocks import (
     compute_dtype,
@@ -12,6 +12,7 @@ from fastmax.eager.blocks import (
     token_major,
 )
 from fastmax.eager.buffered import buffered_step_
+from fastmax.eager.choice import largest_so_far
 from fastmax.eager.decay import finite_decay, not_above_zero, sum_of_decays, sums_in_window
 from fastmax.eager.dispatch import algorithm_of
 from fastmax.eager.features import state_rows
@@ -54,6 +55,7 @@ __all__ = [
     "gradients_of_sums",
     "in_functorch",
     "is_transformed",
+    "largest_so_far",
     "least_sum",
     "merge_",
     "normalize_tokens",

@@ -1,7 +1,4 @@
-"""The K largest of all keys up to each block of a sequence.
-
-Candidates are pairs of their rank (-inf: none) and their index among some keys, both (b, hk, blocks, candidates).
-"""
+"""The K keys of the largest rank up to each block of a sequence: a prefix scan that merges sorted lists."""
 
 from __future__ import annotations
 
@@ -10,33 +7,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def largest(rank: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` largest candidates of each block, in this order; of equal ones, those that come first."""
-    rank, order = rank.sort(dim=-1, descending=True, stable=True)
-    more = (0, max(0, count - rank.shape[-1]))
-    return F.pad(rank[..., :count], more, value=-torch.inf), F.pad(index.gather(-1, order)[..., :count], more)
+def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> Tensor:
+    """Returns the indices of the `count` keys of the largest rank among those of a block and the blocks before it.
 
-
-def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor) -> Tensor:
-    """Returns the indices of the largest candidates of each block and the blocks before it in its sequence, -1 for none.
+    There are log2(blocks) rounds. After each, a block has the largest keys of twice as many blocks.
 
     Args:
-        rank, index: as `largest` returns them for each block.
+        rank: (b, hk, blocks, candidates), of the keys that each block adds. -inf: there is no key. NaN is above all others.
+        index: int64, likewise. Of keys with equal rank, those of later blocks are taken, and within a block the first ones.
         earlier: (blocks,), number of earlier blocks of the same sequence.
+
+    Returns:
+        int64 (b, hk, blocks, count), sorted by rank. -1 where there are fewer keys.
     """
-    blocks, count = rank.shape[2:]
+    cost, order = (-rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)).sort(dim=-1, stable=True)
+    more = (0, max(0, count - cost.shape[-1]))
+    cost = F.pad(cost[..., :count], more, value=torch.inf)
+    index = F.pad(index.gather(-1, order[..., :count]), more)
+    blocks = cost.shape[2]
     block, place = (torch.arange(x, device=rank.device) for x in (blocks, count))
-    reach = 1  # each block has the candidates of so many blocks, its own the last
+    places = place.expand(cost.shape).contiguous()
+    reach = 1  # each block has the largest keys of so many blocks, its own the last
     while reach < blocks:
         before = (block - reach).clamp(min=0)
-        rank_before, index_before = (x.index_select(2, before) for x in (rank, index))
-        rank_before = torch.where((earlier >= reach).unsqueeze(-1), rank_before, -torch.inf)
-        # Both lists are sorted. The K largest are the first m of the later list and the first K - m of the earlier one. m is
-        # the number of places p at which later[p] >= earlier[K - 1 - p]; of equal keys the later one is kept.
-        later = (rank >= rank_before.flip(-1)).sum(-1, keepdim=True)
-        of_both = torch.where(place < later, place, count + place - later)
-        rank, index = (torch.cat(x, dim=-1).gather(-1, of_both) for x in ((rank, rank_before), (index, index_before)))
+        cost_before, index_before = (x.index_select(2, before) for x in (cost, index))
+        cost_before = torch.where((earlier >= reach).unsqueeze(-1), cost_before, torch.inf)
+        at = place + torch.searchsorted(cost_before, cost)  # places of the later keys in the merged list
+        later = torch.searchsorted(at, places, right=True)  # number of later keys up to a place in it
+        is_later = at.gather(-1, (later - 1).clamp(min=0)) == place
+        of_both = torch.where(is_later, later - 1, count + place - later)
+        cost, index = (torch.cat(x, dim=-1).gather(-1, of_both) for x in ((cost, cost_before), (index, index_before)))
         reach *= 2
-        if reach < blocks:
-            rank, index = largest(rank, index, count)
-    return torch.where(rank == -torch.inf, -1, index)
+    return torch.where(cost == torch.inf, -1, index)

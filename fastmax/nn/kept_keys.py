@@ -174,7 +174,7 @@ def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> t
         origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
         blocks = _IndexedBlocks(n, k.shape[2], window, begin, origin, length, origin, packed.place.unsqueeze(0))
         candidates = _candidates_at(log_factor.detach(), begin, origin, window)
-    index = ops.largest_so_far(*eager.choice.largest(*candidates, options.kept), earlier)
+    index = ops.largest_so_far(*candidates, earlier, options.kept)
     return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
 
 
@@ -210,10 +210,10 @@ def prefill(
     of_known = known.log_factors.detach()
     of_state = torch.where(candidate, of_known[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
     at = torch.arange(slots, device=q.device).flip(0).expand_as(of_state)
-    new = _candidates_at(of_known, begin[:, 1:], origin.unsqueeze(-1), options.window)
-    of_blocks = zip(eager.choice.largest(of_state, at, options.kept), eager.choice.largest(*new, options.kept), strict=True)
-    rank, candidates = (torch.cat(x, dim=2) for x in of_blocks)
-    index = ops.largest_so_far(rank, candidates, torch.arange(blocks, device=q.device))
+    rank, new = _candidates_at(of_known, begin[:, 1:], origin.unsqueeze(-1), options.window)
+    more = (0, slots - _BLOCK)
+    candidates = torch.cat([of_state, F.pad(rank, more, value=-torch.inf)], dim=2), torch.cat([at, F.pad(new, more)], dim=2)
+    index = ops.largest_so_far(*candidates, torch.arange(blocks, device=q.device), options.kept)
 
     with_queries = (n + 2 * _BLOCK - 2) // _BLOCK  # as many blocks as n tokens can be in
     of_queries = _IndexedBlocks(
