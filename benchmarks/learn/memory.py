@@ -54,6 +54,7 @@ RECALL_WINDOW = 32
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
 SLOWER = ("p2_slow", "p2_slower", "p2_steady", "p2_wide", "p2_wide_slower", "p2_wide_steady")
 DECAYS = (*SLOWER, "softmax_wide", "gate_slow", "softmax_slow", "p2_without_decay")
+NEAR_KEYS = ("p2_near_256", "p2_near_384")
 HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
@@ -65,8 +66,8 @@ CHOSEN = (
 )
 DELTA = ("delta_values", "delta", "delta_keys")
 VARIANTS_OF = {
-    "needle": (*FIRST, *DECAYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
-    "steps": (*FIRST, *DECAYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "needle": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "steps": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
     "recall": (
         *("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate"),
         *("kept_keys", "kept", "kept_alone", "kept_residual"),

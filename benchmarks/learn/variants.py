@@ -94,6 +94,8 @@ VARIANTS = {
     "p2_without_gate": Variant("without output gate", parts={"output_gate": False}),
     "p2_without_qk_norm": Variant("without norm of q and k", parts={"qk_norm": False}),
     "p2_without_rope": Variant("without rotary positions", parts={"rope": False}),
+    "p2_near_256": Variant("p = 2, all parts, exact window of 256", parts={"exact_window": 256}),
+    "p2_near_384": Variant("p = 2, all parts, exact window of 384", parts={"exact_window": 384}),
     # Prototypes, which weigh or store the keys beyond the window in other ways
     "parts_of_p2": Variant("p = 2, all parts, as prototypes compute it", layers={"fastmax": memories.Memory}),
     "gate": Variant("input gate", layers={"fastmax": memories.InputGate}),
@@ -231,7 +233,7 @@ def make_gpt(variant: Variant, window: int, **sizes) -> model.GPT:
 def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
     parts = dict(variant.parts)
     if variant.attention == "fastmax":
-        parts["exact_window"] = window if variant.window else 0
+        parts.setdefault("exact_window", window if variant.window else 0)
     if variant.near:
         parts["window"] = window
     if variant.wide:
