@@ -137,6 +137,20 @@ def test_new_input_gates_change_nothing_at_first():
     assert all(gradient.any() for gradient in of_gates)
 
 
+def test_kept_keys_are_those_of_the_layer():
+    """The converted model is one whose layers were made with the option, with the same weights."""
+    model = make(**PARTS | {"num_kv_heads": 2})
+    new = convert.swap(model, exact_window=WINDOW, decay=True, input_gate=True, kept_keys=3)
+    options = {"decay": True, "input_gate": True, "kept_keys": 3, "exact_window": WINDOW, "temperature": math.sqrt(C // 4)}
+    anew = make(**PARTS | {"num_kv_heads": 2, "attention": "fastmax"} | options)
+    anew.load_state_dict(model.state_dict())
+    x = tokens(2, 4 * WINDOW)
+    y = model(x)
+    assert torch.equal(y, anew(x))
+    gradients = torch.autograd.grad(y.square().sum(), [x for name, x in model.named_parameters() if name in new])
+    assert all(gradient.any() for gradient in gradients)
+
+
 def test_gates_that_are_there_stay():
     model = make()
     before = snapshot(model)
@@ -200,6 +214,8 @@ def test_generation_after_a_swap():
         ({"layers": [True]}, TypeError, "layers"),
         ({"layers": "blocks.0"}, TypeError, "layers"),
         ({"layers": []}, ValueError, "layers must hold at least one"),
+        ({"kept_keys": -1}, ValueError, "kept_keys must be at least 0, got -1"),
+        ({"kept_keys": 3, "layers": [1]}, ValueError, "kept_keys needs input gates, got 3 with .* none in blocks.1"),
     ],
 )
 def test_swap_refuses_and_leaves_the_model(options, error, message):
@@ -661,6 +677,8 @@ def test_input_gates_of_a_hugging_face_model(llama):
     new = convert.swap(llama, exact_window=WINDOW, input_gate=True)
     assert set(new) == {name for name, _ in llama.named_parameters() if "fastmax_input_gate" in name} and new
     assert relative(llama(x).logits, same(x).logits) < 1e-12
+    with pytest.raises(ValueError, match="kept_keys needs layers FastmaxSelfAttention, got 2 for a Hugging Face model"):
+        convert.swap(same, input_gate=True, kept_keys=2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

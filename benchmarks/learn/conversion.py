@@ -44,6 +44,9 @@ VARIANTS = {
     ),
     "gates_alone": Conversion("all layers, with decay; gates alone transferred", {"decay": True}),
     "unprepared": Conversion("all layers, with decay; neither fit nor transfer", {"decay": True}, False, None),
+    "kept_keys": Conversion(
+        "all layers, with decay, 256 kept keys", {"decay": True, "input_gate": True, "kept_keys": 256}, transfer=NORMS
+    ),
     "hybrid": Conversion("three layers of four, with decay", {"decay": True, "layers": [0, 1, 2, 4, 5, 6]}, transfer=NORMS),
 }
 

@@ -24,6 +24,7 @@ def swap(
     decay: bool = False,
     longest_half_life: float = 8192.0,
     input_gate: bool = False,
+    kept_keys: int = 0,
 ) -> list[str]:
     """Replaces softmax attention in a model by fastmax attention with an exact window, in place and with the same weights.
 
@@ -42,6 +43,7 @@ def swap(
         longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
             geometrically from an eighth of it.
         input_gate: add input gates to layers that have none. At first they multiply by 1.
+        kept_keys: option of `FastmaxSelfAttention`, for which its layers need input gates. Hugging Face models do not have it.
 
     Returns:
         The names of new parameters.
@@ -53,10 +55,13 @@ def swap(
     validation.check_count("exact_window", exact_window)
     validation.check_bool("decay", decay)
     validation.check_bool("input_gate", input_gate)
+    validation.check_count("kept_keys", kept_keys, least=0)
     validation.check_positive("longest_half_life", longest_half_life)
     if temperature is not None:
         validation.check_positive("temperature", temperature)
     if is_of_transformers(model):
+        if kept_keys > 0:
+            raise ValueError(f"kept_keys needs layers FastmaxSelfAttention, got {kept_keys} for a Hugging Face model")
         half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
         return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate)
 
@@ -64,6 +69,9 @@ def swap(
     options = {
         name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
     }
+    without = [name for name, layer in chosen.items() if layer.input_gate_proj is None and not input_gate]
+    if kept_keys > 0 and without:
+        raise ValueError(f"kept_keys needs input gates, got {kept_keys} with input_gate=False and none in {', '.join(without)}")
     gates: list[str] = []
     for name, layer in chosen.items():
         layer.options = options[name]
@@ -74,6 +82,7 @@ def swap(
         if input_gate and layer.input_gate_proj is None:
             layer.input_gate_proj = _new_gate(layer)
             gates.append(f"{name}.input_gate_proj")
+        layer.kept_keys = kept_keys
     return [f"{gate}.{part}".lstrip(".") for gate in gates for part in ("weight", "bias")]
 
 
