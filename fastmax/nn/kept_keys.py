@@ -172,7 +172,7 @@ def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> t
         packed, ends = blocks_of(cu_seqlens, n, length=_BLOCK), cu_seqlens.long()
         begin, earlier = packed.begin.unsqueeze(0), packed.begin // _BLOCK
         origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
-        blocks = _IndexedBlocks(n, k.shape[2], window, begin, origin, length, origin, packed.place.unsqueeze(0))
+        blocks = _IndexedBlocks(window, begin, origin, length, origin, packed.place.unsqueeze(0))
         candidates = _candidates_at(log_factor.detach(), begin, origin, window)
     index = ops.largest_so_far(*candidates, earlier, options.kept)
     return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
@@ -217,8 +217,6 @@ def prefill(
 
     with_queries = (n + 2 * _BLOCK - 2) // _BLOCK  # as many blocks as n tokens can be in
     of_queries = _IndexedBlocks(
-        n,
-        known.keys.shape[2],
         options.window,
         begin[:, :with_queries],
         origin=origin.unsqueeze(-1),
@@ -416,8 +414,6 @@ class _IndexedBlocks:
     Query i of a block is at the position `begin` + i of its sequence.
     """
 
-    n: int
-    m: int
     window: int
     begin: Tensor  # (b or 1, count)
     origin: Tensor  # (b or 1, count or 1): index among the keys of the key at position 0
