@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastmax
 from fastmax import eager
-from fastmax.nn.gates import biases_of_half_lives
+from fastmax.nn.gates import biases_of_half_lives, zero_gate
 from fastmax.nn.rotary import Rotation
 
 DENSE = 2**27  # at most so many weights are computed as a full matrix on a GPU
@@ -345,12 +345,8 @@ class Memory(fastmax.FastmaxSelfAttention):
 
 
 def to_heads(layer: fastmax.FastmaxSelfAttention, bias: float = 0.0) -> nn.Linear:
-    """Returns a projection of x to one channel per head that is `bias` at first.
-
-    It draws no random numbers: with a seed, all else has the initial weights that it has without the projection.
-    """
-    proj = nn.utils.skip_init(nn.Linear, layer.embed_dim, layer.num_kv_heads)
-    nn.init.zeros_(proj.weight)
+    """Returns a projection of x to one channel per head that is `bias` at first."""
+    proj = zero_gate(layer.embed_dim, layer.num_kv_heads, layer.qkv_proj.weight)
     nn.init.constant_(proj.bias, bias)
     return proj
 

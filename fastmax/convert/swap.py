@@ -9,7 +9,7 @@ from torch import nn
 
 from fastmax.convert.layers import check_module, hugging_face, is_of_transformers
 from fastmax.core import validation
-from fastmax.nn.gates import biases_of_half_lives
+from fastmax.nn.gates import biases_of_half_lives, zero_gate
 from fastmax.nn.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
 
 SHORTEST_NEW_HALF_LIFE = 1 / 8  # shortest half-life of new gates, relative to the longest
@@ -118,11 +118,7 @@ def _chosen(found: dict[str, nn.Module], layers: Iterable[int | str] | None) -> 
 
 
 def _new_gate(layer: FastmaxSelfAttention) -> nn.Linear:
-    weight = layer.qkv_proj.weight
-    gate = nn.Linear(layer.embed_dim, layer.num_kv_heads, device=weight.device, dtype=weight.dtype)
-    nn.init.zeros_(gate.weight)
-    nn.init.zeros_(gate.bias)
-    return gate.train(layer.training)
+    return zero_gate(layer.embed_dim, layer.num_kv_heads, layer.qkv_proj.weight).train(layer.training)
 
 
 def _new_decay_gate(layer: FastmaxSelfAttention, longest_half_life: float) -> nn.Linear:

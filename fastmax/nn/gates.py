@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 SHORTEST_HALF_LIFE = 4.0  # tokens
 INPUT_GATE_BOUND = 8.0  # of |log_input_gate|
@@ -31,6 +31,16 @@ def _per_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # The bias is added in float32: in bfloat16, half-lives of 977 and 1007 tokens are neighbours.
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return F.linear(x, weight).to(dtype) + bias.to(dtype)
+
+
+def zero_gate(channels: int, heads: int, like: Tensor) -> nn.Linear:
+    """Returns the linear map of a gate with weights and biases 0, of the dtype and on the device of `like`.
+
+    It draws no random numbers, so a layer of a given seed has the other weights that it has without this map.
+    """
+    linear = nn.Linear(channels, heads, device="meta", dtype=like.dtype)
+    linear.weight, linear.bias = (nn.Parameter(like.new_zeros(x.shape)) for x in (linear.weight, linear.bias))
+    return linear
 
 
 def biases_of_half_lives(heads: int, longest: float, shortest: float = SHORTEST_HALF_LIFE) -> Tensor:

@@ -125,8 +125,8 @@ def slots_of(kept: int, window: int) -> int:
     return kept + window + _BLOCK
 
 
-class Tokens(NamedTuple):
-    """Tokens in the order of their positions."""
+class LayerTokens(NamedTuple):
+    """What a layer computed of its tokens, in the order of their positions."""
 
     q: Tensor
     k: Tensor
@@ -134,21 +134,21 @@ class Tokens(NamedTuple):
     gate: Tensor  # log_input_gate
     log_decay: Tensor | None
 
-    def cast(self, dtype: torch.dtype | None = None) -> Tokens:
+    def cast(self, dtype: torch.dtype | None = None) -> LayerTokens:
         """Returns the tokens with q, k and v as `cast_for_autocast` casts them."""
         q, k, v = cast_for_autocast(self.q, self.k, self.v, dtype=dtype)
         return self._replace(q=q, k=k, v=v)
 
-    def real_only(self, count: Tensor | None) -> Tokens:
+    def real_only(self, count: Tensor | None) -> LayerTokens:
         """Returns the tokens with zeros after the first `count` (b,) of each row. None: all are real."""
         if count is None:
             return self
         is_real = torch.arange(self.k.shape[2], device=count.device) < count.view(-1, 1, 1)
         zeroed = (None if x is None else torch.where(is_real if x.dim() == 3 else is_real.unsqueeze(-1), x, 0) for x in self)
-        return Tokens(*zeroed)  # type: ignore[arg-type]
+        return LayerTokens(*zeroed)  # type: ignore[arg-type]
 
 
-def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
+def attend(tokens: LayerTokens, cu_seqlens: Tensor | None, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
     """Computes the second term of attention of whole sequences.
 
     Args:
@@ -179,7 +179,7 @@ def attend(tokens: Tokens, cu_seqlens: Tensor | None, options: KeptOptions) -> t
 
 
 def prefill(
-    tokens: Tokens, state: KeptKeys, positions: Tensor, count: Tensor | None, options: KeptOptions
+    tokens: LayerTokens, state: KeptKeys, positions: Tensor, count: Tensor | None, options: KeptOptions
 ) -> tuple[Tensor, Tensor, KeptKeys]:
     """Computes the second term of attention of n tokens after a state, as n calls of `step`.
 
@@ -245,7 +245,7 @@ def prefill(
 
 
 def step(
-    token: Tokens,
+    token: LayerTokens,
     state: KeptKeys,
     positions: Tensor,
     count: Tensor | None,

@@ -17,8 +17,8 @@ from fastmax.decoding.parallel_prefill import prefill_with_lse
 from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import kept_keys, key_value_cache
-from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of, log_input_gate_of
-from fastmax.nn.kept_keys import KeptKeys, KeptOptions, Tokens
+from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of, log_input_gate_of, zero_gate
+from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_state import SelfAttentionState
@@ -253,7 +253,7 @@ class FastmaxSelfAttention(nn.Module):
         self.out_proj = nn.Linear(output_channels, embed_dim, bias, **made)
         self.gate_proj = nn.Linear(embed_dim, output_channels, bias, **made) if output_gate else None
         self.decay_proj = nn.Linear(embed_dim, num_kv_heads, **made) if decay else None
-        self.input_gate_proj = _undrawn_linear(embed_dim, num_kv_heads, self.qkv_proj.weight) if input_gate else None
+        self.input_gate_proj = zero_gate(embed_dim, num_kv_heads, self.qkv_proj.weight) if input_gate else None
         self.conv = ShortConvolution(channels, conv, **made) if conv > 1 else None
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
         self.output_norm = nn.RMSNorm(value_dim, norm_eps, **made) if output_norm else None
@@ -451,7 +451,7 @@ class FastmaxSelfAttention(nn.Module):
                 o = fastmax(q, k, v, log_input_gate=gate, **self.options, **options)
             else:
                 o, lse = fastmax(q, k, v, log_input_gate=gate, return_lse=True, **self.options, **options)
-                o = self._with_kept_keys(o, lse, Tokens(q, k, v, gate, log_decay), cu_seqlens)
+                o = self._with_kept_keys(o, lse, LayerTokens(q, k, v, gate, log_decay), cu_seqlens)
             return self._output(o, x)
         attention: DecodeState | KeyValueCache
         kept = None
@@ -469,7 +469,7 @@ class FastmaxSelfAttention(nn.Module):
                 o, lse, attention = prefill_with_lse(q, k, v, state.attention, order, log_input_gate=gate, **options)
             if state.kept is not None:
                 assert gate is not None  # checked in `_check`
-                o, kept = self._with_kept_keys_of(state, o, lse, Tokens(q, k, v, gate, log_decay), count, packed)
+                o, kept = self._with_kept_keys_of(state, o, lse, LayerTokens(q, k, v, gate, log_decay), count, packed)
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
@@ -514,13 +514,13 @@ class FastmaxSelfAttention(nn.Module):
         o, lse = step_with_lse_(q, k, v, state.attention, **token)
         if state.kept is not None:
             assert gate is not None  # checked in `_check`
-            o, _ = self._with_kept_keys_of(state, o, lse, Tokens(q, k, v, gate, log_decay), count, in_place=True)
+            o, _ = self._with_kept_keys_of(state, o, lse, LayerTokens(q, k, v, gate, log_decay), count, in_place=True)
         if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
         return self._output(o, x, state)
 
-    def _with_kept_keys(self, o: Tensor, lse: Tensor, tokens: Tokens, cu_seqlens: Tensor | None) -> Tensor:
+    def _with_kept_keys(self, o: Tensor, lse: Tensor, tokens: LayerTokens, cu_seqlens: Tensor | None) -> Tensor:
         """Returns the output of attention of whole sequences, o with log-sum-exp lse, with their kept keys included."""
         tokens = tokens.cast()
         with ops.without_autocast(tokens.q):
@@ -533,7 +533,7 @@ class FastmaxSelfAttention(nn.Module):
         state: SelfAttentionState,
         o: Tensor,
         lse: Tensor | None,
-        tokens: Tokens,
+        tokens: LayerTokens,
         count: Tensor | None,
         packed: PackedPlaces | None = None,
         in_place: bool = False,
@@ -548,7 +548,7 @@ class FastmaxSelfAttention(nn.Module):
             single = tokens.q.shape[2] == 1 and eager.differentiating(*tokens)  # single tokens have all derivatives
             tokens = self._prepared(tokens, custom and not single)
             if packed is not None:
-                tokens, count = Tokens(*packed.rows(*tokens)), packed.count
+                tokens, count = LayerTokens(*packed.rows(*tokens)), packed.count
             after = state.kept, state.positions, count, self._kept_options(custom)
             if tokens.q.shape[2] == 1:
                 o_kept, lse_kept, kept = kept_keys.step(tokens, *after, in_place)
@@ -558,7 +558,7 @@ class FastmaxSelfAttention(nn.Module):
                 o_kept, lse_kept = packed.packed(o_kept), packed.packed(lse_kept)
             return merge_attention((o, o_kept), (lse, lse_kept))[0], kept
 
-    def _prepared(self, tokens: Tokens, use_custom_gradient: bool) -> Tokens:
+    def _prepared(self, tokens: LayerTokens, use_custom_gradient: bool) -> LayerTokens:
         """Returns the tokens with q and k as `fastmax_attention` normalizes them."""
         normalize = self.options["normalize"] or None
         q, k = prepare_queries_and_keys(tokens.q, tokens.k, normalize, validation.DEFAULT_LIM, None, use_custom_gradient)
@@ -788,16 +788,6 @@ class FastmaxSelfAttention(nn.Module):
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options | {"kept_keys": self.kept_keys}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-
-def _undrawn_linear(channels: int, heads: int, like: Tensor) -> nn.Linear:
-    """Returns a linear map with uninitialised weights, of the dtype and on the device of `like`.
-
-    It draws no random numbers, so a layer of a given seed has the other weights that it has without this map.
-    """
-    linear = nn.Linear(channels, heads, device="meta", dtype=like.dtype)
-    linear.weight, linear.bias = (nn.Parameter(like.new_empty(x.shape)) for x in (linear.weight, linear.bias))
-    return linear
 
 
 def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
