@@ -526,7 +526,7 @@ def test_blocks_of_256_against_float64(dtype, device, monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.parametrize("n", [256, 1024, 8192])
 def test_compiled_training_on_a_gpu(n, monkeypatch, fresh_dynamo):
-    """The compiled code, with its own kernels around ours, computes what the layer does."""
+    """The compiled code, with its own kernels around ours, computes what the layer does, in training and in inference."""
     monkeypatch.setattr(kept_keys, "_BLOCK", 256)
     layer = FastmaxSelfAttention(512, 8, input_gate=True, kept_keys=256, device="cuda")
     x = torch.randn(4, n, 512, device="cuda", requires_grad=True)
@@ -534,7 +534,9 @@ def test_compiled_training_on_a_gpu(n, monkeypatch, fresh_dynamo):
     for function in (layer, torch.compile(layer, fullgraph=True)):
         with torch.autocast("cuda", torch.bfloat16):
             y = function(x)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])
+            with torch.no_grad():  # another graph
+                inferred = function(x)
+        results.append([y, inferred, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])
     for actual, expected in zip(*results, strict=True):
         assert relative(actual, expected.double()) < 0.05
 
