@@ -524,21 +524,25 @@ def test_blocks_of_256_against_float64(dtype, device, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("n", [256, 1024, 8192])
-def test_compiled_training_on_a_gpu(n, monkeypatch, fresh_dynamo):
-    """The compiled code, with its own kernels around ours, computes what the layer does, in training and in inference."""
+def test_compiled_training_on_a_gpu(monkeypatch, fresh_dynamo):
+    """The compiled code, with its own kernels around ours, computes what the layer does, in training and in inference.
+
+    In one process, since PyTorch 2.11's compiler failed on an index only after it had compiled another length.
+    """
     monkeypatch.setattr(kept_keys, "_BLOCK", 256)
     layer = FastmaxSelfAttention(512, 8, input_gate=True, kept_keys=256, device="cuda")
-    x = torch.randn(4, n, 512, device="cuda", requires_grad=True)
-    results = []
-    for function in (layer, torch.compile(layer, fullgraph=True)):
-        with torch.autocast("cuda", torch.bfloat16):
-            y = function(x)
-            with torch.no_grad():  # another graph
-                inferred = function(x)
-        results.append([y, inferred, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])
-    for actual, expected in zip(*results, strict=True):
-        assert relative(actual, expected.double()) < 0.05
+    for n in (256, 1024, 8192):
+        torch.compiler.reset()
+        x = torch.randn(4, n, 512, device="cuda", requires_grad=True)
+        results = []
+        for function in (layer, torch.compile(layer, fullgraph=True)):
+            with torch.autocast("cuda", torch.bfloat16):
+                y = function(x)
+                with torch.no_grad():  # another graph
+                    inferred = function(x)
+            results.append([y, inferred, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])
+        for actual, expected in zip(*results, strict=True):
+            assert relative(actual, expected.double()) < 0.05
 
 
 # ---- refusals
