@@ -360,15 +360,17 @@ def layer_cost(results: Results) -> str:
         "softmax_sdpa": "softmax (SDPA)",
         "softmax_parts": "softmax (`flash_attention`) with decay, convolution, norms, gate",
         "p2_all": "**`FastmaxSelfAttention`**",
+        "kept_keys": "the same with `kept_keys=256`",
         "hybrid": "hybrid: softmax in every fourth layer",
         "p2": "the polynomial alone, p = 2",
         "p1_all": "`FastmaxSelfAttention(p=1)`",
     }
     losses = pages.losses("equal-steps", "25M", results.root)
     losses["softmax_sdpa"] = losses["softmax"]  # of `flash_attention`: the same function as SDPA's
+    losses["kept_keys"] = pages.losses("memory", "steps", results.root)["kept_keys"]  # trained and tested as in equal steps
     steps = results.rows("layer")
     steps = steps[steps["case"].str.startswith("GPT 25M bf16")]
-    times = steps.pivot(index="provider", columns="tokens", values="median")
+    times = steps.pivot(index="provider", columns="tokens", values="median").reindex(titles)
     lines = []
     for name, title in titles.items():
         own = zip(times.loc[name], times.loc["softmax_sdpa"], strict=True)
@@ -376,7 +378,8 @@ def layer_cost(results: Results) -> str:
         lines.append([title, f"{losses[name]:.3f}", *cells])
     header = ["attention", "loss, nats per byte", *(f"step at {n // 1024}k, ms" for n in times)]
     losses_at = pages.commits("equal-steps", "25M", results.root)
-    return f"{table(header, lines, steps)} Losses: commits {losses_at}."
+    kept_at = pages.commits("memory", "steps", results.root, "kept_keys")
+    return f"{table(header, lines, steps)} Losses: commits {losses_at}; with kept keys {kept_at}."
 
 
 @as_table("layer")

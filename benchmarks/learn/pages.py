@@ -185,9 +185,10 @@ def losses(name: str, setting: str, root: Path) -> dict[str, float]:
     return {variant: seed_values(own).mean() for variant, own in found.groupby("variant")}
 
 
-def commits(name: str, setting: str, root: Path) -> str:
-    """Returns the commits at which the runs of an experiment in a setting were measured."""
-    return ", ".join(sorted(rows_of(name, setting, root)["commit"].unique()))
+def commits(name: str, setting: str, root: Path, variant: str | None = None) -> str:
+    """Returns the commits at which the runs of an experiment in a setting were measured; of one variant, or of all."""
+    found = rows_of(name, setting, root)
+    return ", ".join(sorted((found if variant is None else where(found, variant=variant))["commit"].unique()))
 
 
 def conditions(found: pd.DataFrame) -> str:

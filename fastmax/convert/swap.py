@@ -69,7 +69,7 @@ def swap(
     options = {
         name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
     }
-    without = [name for name, layer in chosen.items() if layer.input_gate_proj is None and not input_gate]
+    without = [name or "model" for name, layer in chosen.items() if layer.input_gate_proj is None and not input_gate]
     if kept_keys > 0 and without:
         raise ValueError(f"kept_keys needs input gates, got {kept_keys} with input_gate=False and none in {', '.join(without)}")
     gates: list[str] = []

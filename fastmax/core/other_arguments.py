@@ -65,7 +65,6 @@ INSTEAD = {
 
 _OF_SOFTMAX = "it is an argument of fastmax_attention; this function is softmax attention"
 _OF_FORWARD = "it is an argument of forward"
-_OF_FUNCTIONS = "it is an argument of fastmax_attention, flash_attention and the functions of fastmax.decoding, not of a layer"
 _OF_CONSTRUCTOR = "it is an argument of the constructor and an attribute of the module"
 
 # Function -> entries that differ from INSTEAD.
@@ -94,9 +93,9 @@ _OF = {
         "log_decay": _OF_FORWARD,
         "cu_seqlens": _OF_FORWARD,
         "return_lse": _OF_FORWARD,
-        "log_input_gate": _OF_FUNCTIONS,
+        "log_input_gate": _OF_FORWARD,
     },
-    "FASTMultiHeadAttention.forward": {"use_custom_gradient": _OF_CONSTRUCTOR, "log_input_gate": _OF_FUNCTIONS},
+    "FASTMultiHeadAttention.forward": {"use_custom_gradient": _OF_CONSTRUCTOR},
 }
 
 
