@@ -333,6 +333,45 @@ def test_states_of_other_sizes_do_not_go_together():
         type(layer.init_state(1)).cat([plain.init_state(1), layer.init_state(1)])
 
 
+@torch.no_grad()
+def test_a_batch_of_none():
+    layer, x = make(**LAYER), tokens(0, LONG)
+    y, state = layer(x[:, 1:], layer.init_state(0))
+    assert layer(x).shape == x.shape and y.shape == x[:, 1:].shape
+    assert layer.step_(x[:, :1], state).shape == (0, 1, C)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [-5.0, -40.0], ids=str)
+def test_large_scores_outweigh_strong_decays(bias):
+    """No bound on gates applies to the decays of a key: queries repeat the keys of `LONG` tokens before, and score 100."""
+    options = OFF | {"input_gate": True, "kept_keys": LONG, "exact_window": 2, "dtype": torch.float64}
+    layer = FastmaxSelfAttention(2 * C, 1, head_dim=C, **options)
+    weight, one = layer.qkv_proj.weight.zero_(), torch.eye(C)
+    weight[:C, :C], weight[C : 2 * C, C:], weight[2 * C :, C:] = one, one, one
+    layer.decay_proj = torch.nn.Linear(2 * C, 1, dtype=torch.float64)
+    layer.decay_proj.weight.zero_()
+    layer.decay_proj.bias.fill_(bias)
+    x = torch.randn(1, 2 * LONG, 2 * C, dtype=torch.float64)
+    x[0, LONG:, :C] = x[0, :LONG, C:]
+    x[..., :C] *= 100.0 * layer.temperature / x[..., :C].square().sum(-1, keepdim=True)
+    expected = written_out(layer, x)
+    for sizes in ([2 * LONG], [1] * 2 * LONG, [LONG + 3, LONG - 3]):
+        close(in_pieces(layer, x, sizes)[0], expected)
+    close(layer(x), expected)
+
+
+@torch.no_grad()
+def test_a_decay_of_minus_infinity_resets():
+    layer, x = make(**LAYER), tokens(2, LONG)
+    layer.decay_proj.bias[0] = -torch.inf
+    expected = layer(x)
+    layer.decay_proj.bias[0] = -800.0
+    assert expected.isfinite().all()
+    close(layer(x), expected)
+    close(in_pieces(layer, x, [5, 1, LONG - 6])[0], expected)
+
+
 # ---- gradients
 
 SMALL = {"qk_norm": False, "rope": False, "conv": 0, "output_norm": False, "output_gate": False}

@@ -29,8 +29,8 @@ def swap(
     """Replaces softmax attention in a model by fastmax attention with an exact window, in place and with the same weights.
 
     It applies to layers `FastmaxSelfAttention(attention="softmax")` without a window, and to the attention of Hugging Face
-    models. Keys in the window keep their softmax weights, so outputs do not change on sequences of up to `exact_window`
-    tokens. An error leaves the model unchanged. Other options in a Hugging Face model's `config.fastmax` are kept (a
+    models. Keys in the window keep their softmax weights, so without `decay` outputs do not change on sequences of up to
+    `exact_window` tokens. An error leaves the model unchanged. Other options in a Hugging Face model's `config.fastmax` stay (a
     polynomial, `log_decay`, `constant_memory`); a different `exact_window`, `temperature` or `layers` there is an error.
 
     Args:
@@ -42,7 +42,7 @@ def swap(
         decay: add decay gates to layers that have none. At first they do not depend on x.
         longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
             geometrically from an eighth of it.
-        input_gate: add input gates to layers that have none. At first they multiply by 1.
+        input_gate: add input gates. At first they multiply by 1.
         kept_keys: option of `FastmaxSelfAttention`, for which its layers need input gates. Hugging Face models do not have it.
 
     Returns:
@@ -65,13 +65,12 @@ def swap(
         half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
         return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate)
 
+    if kept_keys > 0 and not input_gate:
+        raise ValueError(f"kept_keys needs input_gate=True, got {kept_keys} with False")
     chosen = _chosen(_softmax_layers(model), layers)
     options = {
         name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
     }
-    without = [name or "model" for name, layer in chosen.items() if layer.input_gate_proj is None and not input_gate]
-    if kept_keys > 0 and without:
-        raise ValueError(f"kept_keys needs input gates, got {kept_keys} with input_gate=False and none in {', '.join(without)}")
     gates: list[str] = []
     for name, layer in chosen.items():
         layer.options = options[name]
@@ -79,7 +78,7 @@ def swap(
         if decay and layer.decay_proj is None:
             layer.decay_proj, layer.longest_half_life = _new_decay_gate(layer, longest_half_life), float(longest_half_life)
             gates.append(f"{name}.decay_proj")
-        if input_gate and layer.input_gate_proj is None:
+        if input_gate:
             layer.input_gate_proj = _new_gate(layer)
             gates.append(f"{name}.input_gate_proj")
         layer.kept_keys = kept_keys

@@ -13,12 +13,12 @@ def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> 
     There are log2(blocks) rounds. After each, a block has the largest keys of twice as many blocks.
 
     Args:
-        rank: (b, hk, blocks, candidates), of the keys that each block adds. -inf: there is no key. NaN is above all others.
+        rank: (b, hk, blocks, candidates), of the keys that each block adds. -inf: there is no key. NaN counts as inf.
         index: int64, likewise. Of keys with equal rank, those of later blocks are taken, and within a block the first ones.
         earlier: (blocks,), number of earlier blocks of the same sequence.
 
     Returns:
-        int64 (b, hk, blocks, count), sorted by rank. -1 where there are fewer keys.
+        int64 (b, hk, blocks, count), ascending. There are -1, the first, where there are fewer keys.
     """
     cost, order = (-rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)).sort(dim=-1, stable=True)
     more = (0, max(0, count - cost.shape[-1]))
@@ -38,4 +38,4 @@ def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> 
         of_both = torch.where(is_later, later - 1, count + place - later)
         cost, index = (torch.cat(x, dim=-1).gather(-1, of_both) for x in ((cost, cost_before), (index, index_before)))
         reach *= 2
-    return torch.where(cost == torch.inf, -1, index)
+    return torch.where(cost == torch.inf, -1, index).sort(dim=-1).values

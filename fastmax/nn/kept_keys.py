@@ -18,9 +18,8 @@ and the output is the mean of the values with these weights. The choice has no g
 The K largest of some keys and more are the K largest of the K largest of those and more. So a key that was dropped never comes
 back. A state holds at most K keys and the last W + B - 1, and has a slot for the next token.
 
-The second term is softmax attention of each block of B queries to K + B keys, whose gates and decays are those of the weights.
-`merge_attention` adds its sums to those of the layer. Shapes: q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), gates and
-decays (b, hk, m).
+The second term is softmax attention of each block of B queries to K + B keys in the order of their positions. `merge_attention`
+adds its sums to those of the layer. Shapes: q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), gates and decays (b, hk, m).
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from fastmax.prepare.padding import taken_at
 from fastmax.prepare.tensors import cast_for_autocast
 
 _BLOCK = 256  # B
+_LEAST_DECAY = -1000.0  # whose exp is 0, in float64 too. Sums of such decays are finite and keep their digits.
 
 
 class KeptOptions(NamedTuple):
@@ -174,8 +174,8 @@ def attend(tokens: LayerTokens, cu_seqlens: Tensor | None, options: KeptOptions)
         origin, length = (x[packed.sequence].unsqueeze(0) for x in (ends[:-1], ends.diff()))
         blocks = _IndexedBlocks(window, begin, origin, length, origin, packed.place.unsqueeze(0))
         candidates = _candidates_at(log_factor.detach(), begin, origin, window)
-    index = ops.largest_so_far(*candidates, earlier, options.kept)
-    return _attend_in_blocks(q, k, v, log_factor, log_decay, sums, index, blocks, options)
+    index = ops.largest_so_far(*candidates, earlier, min(options.kept, n))
+    return _attend_in_blocks(q, k, v, log_factor, sums, index, blocks, options)
 
 
 def prefill(
@@ -225,7 +225,7 @@ def prefill(
         places=torch.arange(n, device=q.device) + offset.unsqueeze(-1),
     )
     of_keys = known.keys, known.values, known.log_factors
-    o, lse = _attend_in_blocks(q, *of_keys, log_decay, sums, index[:, :, :with_queries], of_queries, options)
+    o, lse = _attend_in_blocks(q, *of_keys, sums, index[:, :, :with_queries], of_queries, options)
 
     stop = positions + (n if count is None else count)
     last = stop // _BLOCK - positions // _BLOCK
@@ -237,9 +237,8 @@ def prefill(
     free, index = index < 0, index.clamp(min=0)
     filled = (x.gather(2, _like(index, x)).masked_fill(_like(free, x), 0) for x in known.tensors().values())
     next_state = KeptKeys(*filled)
-    if log_decay is not None:
-        total = log_decay.double().sum(-1, keepdim=True)
-        next_state.log_factors = (next_state.log_factors + total).masked_fill(free, 0)
+    if sums is not None:
+        next_state.log_factors = (next_state.log_factors + sums[..., -1:]).masked_fill(free, 0)
     next_state.positions = next_state.positions.masked_fill(free, -1)
     return o, lse, next_state
 
@@ -268,19 +267,16 @@ def step(
     (b, hk), h = k.shape[:2], q.shape[1]
     if log_decay is not None:
         add = state.log_factors.add_ if in_place else state.log_factors.add
-        state = replace(state, log_factors=add(log_decay))
+        state = replace(state, log_factors=add(log_decay.clamp(min=_LEAST_DECAY)))
     position = positions.view(b, 1, 1).expand(b, hk, 1)
     slot = state.positions.argmin(dim=-1, keepdim=True)  # one that is free
     tensors = zip(state.tensors().values(), (k, v, gate, position), strict=True)
     state = KeptKeys(*(_written(x, _like(slot, x), y, count, in_place) for x, y in tensors))
 
-    # Each head has its own slots, so heads become batch entries.
-    keys, values, log_factors = (x.flatten(0, 1).unsqueeze(1) for x in (state.keys, state.values, state.log_factors))
     beyond = (state.positions >= 0) & (state.positions <= position - options.window)
-    recorded = eager.differentiating(*token, *state.tensors().values())
-    of_step = options._replace(use_custom_gradient=options.use_custom_gradient and not recorded)
-    gates = log_factors.to(eager.compute_dtype(q.dtype))
-    o, lse = _softmax(q.reshape(b * hk, h // hk, 1, -1), keys, values, gates, None, beyond.flatten(0, 1), of_step)
+    o, lse = _softmax_of_one(
+        q.view(b, hk, h // hk, q.shape[3]), state.keys, state.values, state.log_factors, beyond, options.scale
+    )
 
     # Only the last token of a block drops keys. This is computed at every step, since a CUDA graph has no branch.
     stop = positions + (1 if count is None else count)
@@ -292,7 +288,7 @@ def step(
     dropped = candidate & torch.zeros_like(candidate).scatter(2, order, more.expand_as(order))
     left = state.positions.masked_fill(dropped, -1)
     state.positions = state.positions.copy_(left) if in_place else left
-    return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1), state
+    return o.view(b, h, 1, v.shape[3]), lse.view(b, h, 1), state
 
 
 def _written(x: Tensor, slot: Tensor, new: Tensor, count: Tensor | None, in_place: bool) -> Tensor:
@@ -321,7 +317,7 @@ def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor
     """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:
         return gate, None
-    sums = ops.decay_sums(log_decay)
+    sums = ops.decay_sums(log_decay.clamp(min=_LEAST_DECAY))
     return gate.double() - sums, sums
 
 
@@ -349,12 +345,6 @@ class _Blocks(Protocol):
     def queries(self, x: Tensor) -> Tensor:
         """Returns x (b, heads, n, ...), of the queries, in blocks. Places without a query hold anything."""
 
-    def decays(self, log_decay: Tensor) -> Tensor:
-        """Returns log_decay (b, hk, n), of the queries, as (b, hk, count, B), 0 in places without one."""
-
-    def at_first(self, x: Tensor) -> Tensor:
-        """Returns x (b, hk, n), of the queries, at the first of each block, (b, hk, count)."""
-
     def recent(self, x: Tensor) -> Tensor:
         """Returns x (b, hk, m, ...), of the keys, at W positions before each query, in blocks, 0 where there is none."""
 
@@ -375,9 +365,8 @@ class _WholeBlocks:
 
     def _cut(self, x: Tensor, before: int) -> Tensor:
         """Returns x (b, n, ...) as (b, count, B, ...), later by `before` tokens, and 0 outside."""
-        places = self.count * _BLOCK
-        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, max(0, places - self.n - before)))
-        return padded[:, :places].unflatten(1, (self.count, _BLOCK))
+        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, -self.n % _BLOCK))
+        return (padded[:, : padded.shape[1] - before] if before > 0 else padded).unflatten(1, (self.count, _BLOCK))
 
     def _in_batch(self, x: Tensor, before: int) -> Tensor:
         return self._cut(x.transpose(1, 2), before).flatten(0, 1).transpose(1, 2)
@@ -385,20 +374,15 @@ class _WholeBlocks:
     def queries(self, x: Tensor) -> Tensor:
         return self._in_batch(x, 0)
 
-    def decays(self, log_decay: Tensor) -> Tensor:
-        return self._cut(log_decay.flatten(0, 1), 0).unflatten(0, log_decay.shape[:2])
-
-    def at_first(self, x: Tensor) -> Tensor:
-        return x[..., ::_BLOCK]
-
     def recent(self, x: Tensor) -> Tensor:
         return self._in_batch(x, self.window)
 
     def has_recent(self) -> Tensor:
-        return self._position >= self.window  # places after the last key too, which no query sees
+        return (self._position >= self.window) & (self._position < self.n + self.window)
 
     def joined(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2).unflatten(0, (x.shape[0] // self.count, self.count)).flatten(1, 2)[:, : self.n].transpose(1, 2)
+        rows = x.transpose(1, 2).unflatten(0, (x.shape[0] // self.count, self.count)).flatten(1, 2)
+        return rows[:, : self.n].contiguous().transpose(1, 2)
 
     def candidates(self, log_factor: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what `_candidates_at` does."""
@@ -436,16 +420,6 @@ class _IndexedBlocks:
     def queries(self, x: Tensor) -> Tensor:
         return self._in_batch(x, self._query)
 
-    def decays(self, log_decay: Tensor) -> Tensor:
-        (b, hk, n), (_, count, block) = log_decay.shape, self._query.shape
-        index = self._query.clamp(0, n - 1).unsqueeze(1).expand(b, hk, count, block)
-        is_query = ((self._query >= 0) & (self._query < n)).unsqueeze(1)
-        return torch.where(is_query, log_decay.gather(2, index.flatten(2)).view_as(index), 0)
-
-    def at_first(self, x: Tensor) -> Tensor:
-        (b, hk, n), first = x.shape, self._query[..., 0]
-        return x.gather(2, first.clamp(0, n - 1).unsqueeze(1).expand(b, hk, -1))
-
     def recent(self, x: Tensor) -> Tensor:
         rows = self._in_batch(x, self.origin.unsqueeze(-1) + self._recent)
         missing = ~self.has_recent().expand(x.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
@@ -467,7 +441,6 @@ def _attend_in_blocks(
     k: Tensor,
     v: Tensor,
     log_factor: Tensor,
-    log_decay: Tensor | None,
     sums: Tensor | None,
     kept: Tensor,
     blocks: _Blocks,
@@ -479,62 +452,79 @@ def _attend_in_blocks(
     before the block on.
 
     Args:
-        log_factor: of the m keys, without the decays of the n queries.
-        log_decay, sums: of the n queries. None: no decay.
-        kept: indices of the kept keys among the m keys, (b, hk, blocks, K), -1 for none.
+        log_factor: b_j - G_j of the m keys.
+        sums: G_i of the n queries, (b, hk, n). None: no decay.
+        kept: indices of the kept keys among the m keys, (b, hk, blocks, K), ascending, -1 for none.
     """
     # The number of kept keys follows from positions, so the mask of head 0 is that of all heads.
     is_kept = (kept[:, 0] >= 0).flatten(0, 1)
     of_kept = _kept_rows(k, v, log_factor, kept, ~is_kept)
     of_recent = (blocks.recent(x) for x in (k, v, log_factor))
-    keys, values, gates = (torch.cat(x, dim=2) for x in zip(of_kept, of_recent, strict=True))
+    keys, values, factors = (torch.cat(x, dim=2) for x in zip(of_kept, of_recent, strict=True))
     is_key = torch.cat([is_kept, blocks.has_recent().expand(q.shape[0], -1, -1).flatten(0, 1)], dim=-1)
-    decay = None
-    if log_decay is not None and sums is not None:
-        of_gates, decay = map(_in_batch, _decays(log_decay, sums, blocks, kept.shape[3]))
-        gates = gates + of_gates
-    gates = gates.masked_fill(~is_key.unsqueeze(1), 0).to(eager.compute_dtype(q.dtype))
-    o, lse = _softmax(blocks.queries(q), keys, values, gates, decay, is_key, options)
-    return blocks.joined(o), blocks.joined(lse)
-
-
-def _decays(log_decay: Tensor, sums: Tensor, blocks: _Blocks, kept: int) -> tuple[Tensor, Tensor]:
-    """Returns what gates get and log_decay of K + B keys so that they decay as in the sequence, (b, hk, blocks, K + B).
-
-    Gates get the decays of kept keys up to the block, and those of the others up to the query W positions after them. The
-    decays of the queries do the rest.
-
-    Args:
-        log_decay, sums: of n queries, (b, hk, n).
-    """
-    of_query = blocks.decays(log_decay)
-    up_to_block = blocks.at_first(sums - log_decay).unsqueeze(-1)
-    of_kept = up_to_block.expand(-1, -1, -1, kept)
-    of_gates = torch.cat([of_kept, up_to_block + ops.decay_sums(of_query)], dim=-1)
-    return of_gates, torch.cat([torch.zeros_like(of_kept, dtype=of_query.dtype), of_query], dim=-1)
-
-
-def _in_batch(x: Tensor) -> Tensor:
-    """Returns x (b, hk, blocks, keys) with a batch entry for each block, (b * blocks, hk, keys)."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, log_decay: Tensor | None, is_key: Tensor, options: KeptOptions
-) -> tuple[Tensor, Tensor]:
-    """Returns softmax attention to the keys (b, m) that are there, and the log of the sums of weights."""
-    return flash_attention(
-        q,
-        k,
-        v,
+    gate, log_decay, of_query = _as_gates_and_decays(factors, is_key)
+    dtype = eager.compute_dtype(q.dtype)
+    o, lse = flash_attention(
+        blocks.queries(q),
+        keys,
+        values,
         causal=True,
         scale=options.scale,
         attention_mask=is_key,
-        log_decay=log_decay,
-        log_input_gate=gate,
+        log_decay=None if sums is None else log_decay.to(dtype),
+        log_input_gate=(factors.masked_fill(~is_key.unsqueeze(1), 0) if sums is None else gate).to(dtype),
         use_custom_gradient=options.use_custom_gradient,
         return_lse=True,
     )
+    if sums is not None:
+        more = (blocks.queries(sums) + of_query[:, :, -_BLOCK:]).to(lse.dtype)
+        lse = lse + more.repeat_interleave(lse.shape[1] // more.shape[1], dim=1)
+    return blocks.joined(o), blocks.joined(lse)
+
+
+def _as_gates_and_decays(factor: Tensor, is_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits log factors b_j - G_j of keys in the order of their positions into what `flash_attention` takes.
+
+    d_j is the least factor of key j and all later ones. So d never falls, and d_(j-1) - d_j is a log decay. The gate is factor
+    j less d_j. Since G never rises and |b| is at most 8, gates are from 0 to 16, within the bounds of `log_input_gate`. Weights
+    with these gates and decays are those with the factors, divided by exp(d) of the last key that a query sees. Results do not
+    depend on d, so d has no gradient.
+
+    Args:
+        factor: (b, hk, m).
+        is_key: (b, m).
+
+    Returns:
+        The gates and the log decays (b, hk, m), 0 where there is no key, and d (b, hk, m), 0 where no key follows.
+    """
+    missing = ~is_key.unsqueeze(1)
+    known = factor.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN must not reach earlier keys
+    later = known.masked_fill(missing, torch.inf).flip(-1).cummin(-1).values.flip(-1)
+    steps = (later[..., :-1] - later[..., 1:]).nan_to_num(nan=0.0, neginf=0.0)
+    return (
+        (factor - later).masked_fill(missing, 0),
+        F.pad(steps, (1, 0)),
+        later.nan_to_num(posinf=0.0),
+    )
+
+
+def _softmax_of_one(
+    q: Tensor, keys: Tensor, values: Tensor, log_factors: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (b, hk, group, dv) and the log of the sums of weights of one query by the keys `seen` (b, hk, slots).
+
+    `flash_attention` would bound the log factors, which hold all decays, as gates.
+    """
+    dtype = eager.compute_dtype(q.dtype)
+    s = scale * (q.to(dtype) @ keys.to(dtype).mT) + log_factors.to(dtype).unsqueeze(2)
+    s = s.masked_fill(~seen.unsqueeze(2), -torch.inf)
+    top = s.detach().amax(-1, keepdim=True)
+    weights = (s - torch.where(top == -torch.inf, 0, top)).exp()
+    z = weights.sum(-1)
+    none = z == 0
+    of_sum = torch.where(none, 1, z)
+    o = (weights / of_sum.unsqueeze(-1)) @ values.to(dtype)
+    return o.to(q.dtype), torch.where(none, -torch.inf, of_sum.log() + top.squeeze(-1))
 
 
 def _kept_rows(k: Tensor, v: Tensor, log_factor: Tensor, index: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -555,7 +545,7 @@ def _kept_rows(k: Tensor, v: Tensor, log_factor: Tensor, index: Tensor, missing:
     filler = torch.arange(index.shape[-1], device=k.device) % m  # one key for all would get all their gradients of 0
     index = torch.where(index >= 0, index, filler).permute(0, 2, 3, 1)
     heads = torch.arange(b, device=k.device).view(b, 1, 1, 1) * (m * hk) + torch.arange(hk, device=k.device)
-    taken = F.embedding(index * hk + heads, rows.transpose(1, 2).reshape(b * m * hk, -1))  # rows of (b * m * hk, channels)
+    taken = F.embedding(index * hk + heads, rows.transpose(1, 2).flatten(0, 2))  # rows of (b * m * hk, channels)
     taken = taken.flatten(0, 1).transpose(1, 2).masked_fill(missing.view(-1, 1, missing.shape[-1], 1), 0)
     keys, values, high, low = taken.split([d, v.shape[3], 1, 1], dim=-1)
     return keys.to(dtype), values.to(dtype), (high.double() + low.double()).squeeze(-1)

@@ -11,8 +11,8 @@ from fastmax.ops.registration import register
 
 def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> Tensor:
     """Returns the result of `eager.largest_so_far`. It has no gradient."""
-    if torch.compiler.is_compiling() and rank.is_cuda:
-        # PyTorch's sort is faster than the one of its compiler, which cannot fuse it with what follows.
+    if torch.compiler.is_compiling() and not eager.is_transformed():
+        # The number of rounds depends on that of blocks. And PyTorch's sort is faster than the one of its compiler for a GPU.
         return _LARGEST(rank, index, earlier, count)
     return eager.largest_so_far(rank, index, earlier, count)
 
