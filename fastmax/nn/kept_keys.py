@@ -462,8 +462,11 @@ def _attend_in_blocks(
     of_recent = (blocks.recent(x) for x in (k, v, log_factor))
     keys, values, factors = (torch.cat(x, dim=2) for x in zip(of_kept, of_recent, strict=True))
     is_key = torch.cat([is_kept, blocks.has_recent().expand(q.shape[0], -1, -1).flatten(0, 1)], dim=-1)
-    gate, log_decay, of_query = _as_gates_and_decays(factors, is_key)
-    dtype = eager.compute_dtype(q.dtype)
+    missing, dtype = ~is_key.unsqueeze(1), eager.compute_dtype(q.dtype)
+    gate, log_decay, of_last = factors, None, None
+    if sums is not None:
+        gate, log_decay, of_last = _as_gates_and_decays(factors, missing)
+        log_decay = log_decay.to(dtype)
     o, lse = flash_attention(
         blocks.queries(q),
         keys,
@@ -471,18 +474,18 @@ def _attend_in_blocks(
         causal=True,
         scale=options.scale,
         attention_mask=is_key,
-        log_decay=None if sums is None else log_decay.to(dtype),
-        log_input_gate=(factors.masked_fill(~is_key.unsqueeze(1), 0) if sums is None else gate).to(dtype),
+        log_decay=log_decay,
+        log_input_gate=gate.masked_fill(missing, 0).to(dtype),
         use_custom_gradient=options.use_custom_gradient,
         return_lse=True,
     )
-    if sums is not None:
-        more = (blocks.queries(sums) + of_query[:, :, -_BLOCK:]).to(lse.dtype)
+    if sums is not None and of_last is not None:
+        more = (blocks.queries(sums) + of_last[:, :, -_BLOCK:]).to(lse.dtype)
         lse = lse + more.repeat_interleave(lse.shape[1] // more.shape[1], dim=1)
     return blocks.joined(o), blocks.joined(lse)
 
 
-def _as_gates_and_decays(factor: Tensor, is_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _as_gates_and_decays(factor: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Splits log factors b_j - G_j of keys in the order of their positions into what `flash_attention` takes.
 
     d_j is the least factor of key j and all later ones. So d never falls, and d_(j-1) - d_j is a log decay. The gate is factor
@@ -492,20 +495,15 @@ def _as_gates_and_decays(factor: Tensor, is_key: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         factor: (b, hk, m).
-        is_key: (b, m).
+        missing: (b, 1, m), where there is no key.
 
     Returns:
-        The gates and the log decays (b, hk, m), 0 where there is no key, and d (b, hk, m), 0 where no key follows.
+        The gates, anything where there is no key; the log decays, 0 there; and d, 0 where no key follows. All are (b, hk, m).
     """
-    missing = ~is_key.unsqueeze(1)
     known = factor.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN must not reach earlier keys
     later = known.masked_fill(missing, torch.inf).flip(-1).cummin(-1).values.flip(-1)
     steps = (later[..., :-1] - later[..., 1:]).nan_to_num(nan=0.0, neginf=0.0)
-    return (
-        (factor - later).masked_fill(missing, 0),
-        F.pad(steps, (1, 0)),
-        later.nan_to_num(posinf=0.0),
-    )
+    return factor - later, F.pad(steps, (1, 0)), later.nan_to_num(posinf=0.0)
 
 
 def _softmax_of_one(
