@@ -126,7 +126,8 @@ def with_local_keys(
     # A step has derivatives of all orders, a prefill only first ones.
     if q.shape[2] == 1 and (q.device.type == "cpu" or eager.differentiating(q, *tokens)):
         keys, values, mask, decays, _ = tokens.slice(1, state.exact_window)
-        local = eager.softmax_step(q, keys, values, mask, decays, scale)
+        log_factor = torch.where(mask.unsqueeze(1), eager.decay_to_last(decays), -torch.inf)
+        local = eager.softmax_step(q, keys, values, log_factor, scale)
     else:
         call = Call(Softmax(scale), causal=True, left=state.exact_window - 1, attention_mask=tokens.mask)
         call = with_bounds(call, q, tokens.keys, tokens.decays)

@@ -19,7 +19,7 @@ from fastmax.eager.features import state_rows
 from fastmax.eager.input_gate import clamped as clamped_gate
 from fastmax.eager.merge import merge_
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
-from fastmax.eager.recurrent import decode_step, decode_step_, softmax_step, sums_of_weights
+from fastmax.eager.recurrent import decay_to_last, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.state import (
     States,
     backward_from_state,
@@ -44,6 +44,7 @@ __all__ = [
     "buffered_step_",
     "clamped_gate",
     "compute_dtype",
+    "decay_to_last",
     "decode_step",
     "decode_step_",
     "differentiating",

@@ -18,7 +18,7 @@ def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> 
         earlier: (blocks,), number of earlier blocks of the same sequence.
 
     Returns:
-        int64 (b, hk, blocks, count), ascending. There are -1, the first, where there are fewer keys.
+        int64 (b, hk, blocks, count), ascending. Where there are fewer keys, the first are -1.
     """
     cost, order = (-rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)).sort(dim=-1, stable=True)
     more = (0, max(0, count - cost.shape[-1]))
@@ -27,7 +27,7 @@ def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> 
     blocks = cost.shape[2]
     block, place = (torch.arange(x, device=rank.device) for x in (blocks, count))
     places = place.expand(cost.shape).contiguous()
-    reach = 1  # each block has the largest keys of so many blocks, its own the last
+    reach = 1  # number of blocks whose largest keys a block has: its own and those before it
     while reach < blocks:
         before = (block - reach).clamp(min=0)
         cost_before, index_before = (x.index_select(2, before) for x in (cost, index))

@@ -100,19 +100,17 @@ def sums_of_weights(q: Tensor, k_sum: Tensor, score: Score) -> Tensor:
     return (query_features(q, k_sum, score) @ k_sum.unsqueeze(-1)).flatten(1, 2)
 
 
-def softmax_step(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, decays: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def softmax_step(q: Tensor, keys: Tensor, values: Tensor, log_factor: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Returns softmax attention of one token to a few keys: the output (b, h, 1, dv) and the log-sum-exp (b, h, 1).
 
     For few keys this is faster than tiles.
 
     Args:
-        q: (b, h, 1, d), at the position of the last key.
+        q: (b, h, 1, d).
         keys, values: (b, hk, m, d) and (b, hk, m, dv).
-        mask: bool (b, m), True = the key is attended.
-        decays: log_decay (b, hk, m), which may be -inf.
+        log_factor: (b, hk, m), in the dtype to compute in. exp of it multiplies the weight of a key; -inf: it is hidden.
     """
-    wide = decays.dtype
-    log_factor = torch.where(mask.unsqueeze(1), decay_to_last(decays), -torch.inf)
+    wide = log_factor.dtype
     query = (scale * q.squeeze(2).to(wide)).unflatten(1, (keys.shape[1], -1))  # (b, hk, group, d)
     o, lse = softmax_of(query @ keys.to(wide).mT + log_factor.unsqueeze(2), values.to(wide))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype), lse.flatten(1, 2).unsqueeze(2)

@@ -126,7 +126,7 @@ def slots_of(kept: int, window: int) -> int:
 
 
 class LayerTokens(NamedTuple):
-    """What a layer computed of its tokens, in the order of their positions."""
+    """Queries, keys, values, input gates and decays of consecutive tokens."""
 
     q: Tensor
     k: Tensor
@@ -264,7 +264,7 @@ def step(
         The output and log of the sums of weights, as `attend`, and the state after the token.
     """
     q, k, v, gate, log_decay = token.real_only(count)
-    (b, hk), h = k.shape[:2], q.shape[1]
+    b, hk = k.shape[:2]
     if log_decay is not None:
         add = state.log_factors.add_ if in_place else state.log_factors.add
         state = replace(state, log_factors=add(log_decay.clamp(min=_LEAST_DECAY)))
@@ -274,9 +274,8 @@ def step(
     state = KeptKeys(*(_written(x, _like(slot, x), y, count, in_place) for x, y in tensors))
 
     beyond = (state.positions >= 0) & (state.positions <= position - options.window)
-    o, lse = _softmax_of_one(
-        q.view(b, hk, h // hk, q.shape[3]), state.keys, state.values, state.log_factors, beyond, options.scale
-    )
+    log_factor = torch.where(beyond, state.log_factors, -torch.inf).to(eager.compute_dtype(q.dtype))
+    o, lse = eager.softmax_step(q, state.keys, state.values, log_factor, options.scale)
 
     # Only the last token of a block drops keys. This is computed at every step, since a CUDA graph has no branch.
     stop = positions + (1 if count is None else count)
@@ -288,7 +287,7 @@ def step(
     dropped = candidate & torch.zeros_like(candidate).scatter(2, order, more.expand_as(order))
     left = state.positions.masked_fill(dropped, -1)
     state.positions = state.positions.copy_(left) if in_place else left
-    return o.view(b, h, 1, v.shape[3]), lse.view(b, h, 1), state
+    return o, lse, state
 
 
 def _written(x: Tensor, slot: Tensor, new: Tensor, count: Tensor | None, in_place: bool) -> Tensor:
@@ -341,6 +340,7 @@ class _Blocks(Protocol):
     """Blocks of B queries. Tensors of blocks have a batch entry for each: (b * count, heads, B, ...)."""
 
     count: int  # blocks of a batch entry
+    has_recent: Tensor  # bool (b or 1, count, B): which places of `recent` have a key
 
     def queries(self, x: Tensor) -> Tensor:
         """Returns x (b, heads, n, ...), of the queries, in blocks. Places without a query hold anything."""
@@ -348,11 +348,8 @@ class _Blocks(Protocol):
     def recent(self, x: Tensor) -> Tensor:
         """Returns x (b, hk, m, ...), of the keys, at W positions before each query, in blocks, 0 where there is none."""
 
-    def has_recent(self) -> Tensor:
-        """Returns which places of `recent` have a key, (b or 1, count, B)."""
-
     def joined(self, x: Tensor) -> Tensor:
-        """Returns the queries (b, heads, n, ...) of x in blocks."""
+        """Returns x, which is in blocks, as (b, heads, n, ...). It reverses `queries`."""
 
 
 class _WholeBlocks:
@@ -362,9 +359,10 @@ class _WholeBlocks:
         self.n, self.window, self.count = n, window, -(-n // _BLOCK)
         self.earlier = torch.arange(self.count, device=device)
         self._position = torch.arange(self.count * _BLOCK, device=device).view(1, self.count, _BLOCK)
+        self.has_recent = (self._position >= window) & (self._position < n + window)
 
     def _cut(self, x: Tensor, before: int) -> Tensor:
-        """Returns x (b, n, ...) as (b, count, B, ...), later by `before` tokens, and 0 outside."""
+        """Returns x (b, n, ...) behind `before` zeros, as (b, count, B, ...). Zeros fill the last block."""
         padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, -self.n % _BLOCK))
         return (padded[:, : padded.shape[1] - before] if before > 0 else padded).unflatten(1, (self.count, _BLOCK))
 
@@ -377,12 +375,8 @@ class _WholeBlocks:
     def recent(self, x: Tensor) -> Tensor:
         return self._in_batch(x, self.window)
 
-    def has_recent(self) -> Tensor:
-        return (self._position >= self.window) & (self._position < self.n + self.window)
-
     def joined(self, x: Tensor) -> Tensor:
-        rows = x.transpose(1, 2).unflatten(0, (x.shape[0] // self.count, self.count)).flatten(1, 2)
-        return rows[:, : self.n].contiguous().transpose(1, 2)
+        return _one_after_another(x, self.count)[:, : self.n].contiguous().transpose(1, 2)
 
     def candidates(self, log_factor: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what `_candidates_at` does."""
@@ -409,7 +403,8 @@ class _IndexedBlocks:
         self.count = self.begin.shape[1]
         position = self.begin.unsqueeze(-1) + torch.arange(_BLOCK, device=self.begin.device)
         self._query = self.first.unsqueeze(-1) + position  # (b or 1, count, B); there is none below 0 and from n on
-        self._recent = position - self.window
+        self._recent = self.origin.unsqueeze(-1) + position - self.window  # index among the keys
+        self.has_recent = (position >= self.window) & (position < self.length.unsqueeze(-1) + self.window)
 
     def _in_batch(self, x: Tensor, index: Tensor) -> Tensor:
         """Returns x (b, heads, tokens, ...) at an index (b or 1, count, B) of its tokens."""
@@ -421,16 +416,18 @@ class _IndexedBlocks:
         return self._in_batch(x, self._query)
 
     def recent(self, x: Tensor) -> Tensor:
-        rows = self._in_batch(x, self.origin.unsqueeze(-1) + self._recent)
-        missing = ~self.has_recent().expand(x.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
+        rows = self._in_batch(x, self._recent)
+        missing = ~self.has_recent.expand(x.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
         return rows.masked_fill(missing if x.dim() == 3 else missing.unsqueeze(-1), 0)
 
-    def has_recent(self) -> Tensor:
-        return (self._recent >= 0) & (self._recent < self.length.unsqueeze(-1))
-
     def joined(self, x: Tensor) -> Tensor:
-        rows = x.transpose(1, 2).unflatten(0, (x.shape[0] // self.count, self.count)).flatten(1, 2)
+        rows = _one_after_another(x, self.count)
         return taken_at(rows, self.places.expand(rows.shape[0], -1), 1).transpose(1, 2)
+
+
+def _one_after_another(x: Tensor, count: int) -> Tensor:
+    """Returns blocks x (b * count, heads, B, ...) as (b, count * B, heads, ...)."""
+    return x.transpose(1, 2).unflatten(0, (x.shape[0] // count, count)).flatten(1, 2)
 
 
 # ---- attention
@@ -461,12 +458,12 @@ def _attend_in_blocks(
     of_kept = _kept_rows(k, v, log_factor, kept, ~is_kept)
     of_recent = (blocks.recent(x) for x in (k, v, log_factor))
     keys, values, factors = (torch.cat(x, dim=2) for x in zip(of_kept, of_recent, strict=True))
-    is_key = torch.cat([is_kept, blocks.has_recent().expand(q.shape[0], -1, -1).flatten(0, 1)], dim=-1)
+    is_key = torch.cat([is_kept, blocks.has_recent.expand(q.shape[0], -1, -1).flatten(0, 1)], dim=-1)
     missing, dtype = ~is_key.unsqueeze(1), eager.compute_dtype(q.dtype)
-    gate, log_decay, of_last = factors, None, None
+    gate, log_decay, of_queries = factors, None, None
     if sums is not None:
         gate, log_decay, of_last = _as_gates_and_decays(factors, missing)
-        log_decay = log_decay.to(dtype)
+        log_decay, of_queries = log_decay.to(dtype), blocks.queries(sums) + of_last[:, :, -_BLOCK:]
     o, lse = flash_attention(
         blocks.queries(q),
         keys,
@@ -479,9 +476,8 @@ def _attend_in_blocks(
         use_custom_gradient=options.use_custom_gradient,
         return_lse=True,
     )
-    if sums is not None and of_last is not None:
-        more = (blocks.queries(sums) + of_last[:, :, -_BLOCK:]).to(lse.dtype)
-        lse = lse + more.repeat_interleave(lse.shape[1] // more.shape[1], dim=1)
+    if of_queries is not None:
+        lse = lse + of_queries.to(lse.dtype).repeat_interleave(lse.shape[1] // of_queries.shape[1], dim=1)
     return blocks.joined(o), blocks.joined(lse)
 
 
@@ -498,31 +494,12 @@ def _as_gates_and_decays(factor: Tensor, missing: Tensor) -> tuple[Tensor, Tenso
         missing: (b, 1, m), where there is no key.
 
     Returns:
-        The gates, anything where there is no key; the log decays, 0 there; and d, 0 where no key follows. All are (b, hk, m).
+        The gates, undefined where there is no key; the log decays, 0 there; and d, 0 where no key follows. All are (b, hk, m).
     """
     known = factor.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN must not reach earlier keys
     later = known.masked_fill(missing, torch.inf).flip(-1).cummin(-1).values.flip(-1)
     steps = (later[..., :-1] - later[..., 1:]).nan_to_num(nan=0.0, neginf=0.0)
     return factor - later, F.pad(steps, (1, 0)), later.nan_to_num(posinf=0.0)
-
-
-def _softmax_of_one(
-    q: Tensor, keys: Tensor, values: Tensor, log_factors: Tensor, seen: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the output (b, hk, group, dv) and the log of the sums of weights of one query by the keys `seen` (b, hk, slots).
-
-    `flash_attention` would bound the log factors, which hold all decays, as gates.
-    """
-    dtype = eager.compute_dtype(q.dtype)
-    s = scale * (q.to(dtype) @ keys.to(dtype).mT) + log_factors.to(dtype).unsqueeze(2)
-    s = s.masked_fill(~seen.unsqueeze(2), -torch.inf)
-    top = s.detach().amax(-1, keepdim=True)
-    weights = (s - torch.where(top == -torch.inf, 0, top)).exp()
-    z = weights.sum(-1)
-    none = z == 0
-    of_sum = torch.where(none, 1, z)
-    o = (weights / of_sum.unsqueeze(-1)) @ values.to(dtype)
-    return o.to(q.dtype), torch.where(none, -torch.inf, of_sum.log() + top.squeeze(-1))
 
 
 def _kept_rows(k: Tensor, v: Tensor, log_factor: Tensor, index: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:

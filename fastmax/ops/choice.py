@@ -12,7 +12,7 @@ from fastmax.ops.registration import register
 def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> Tensor:
     """Returns the result of `eager.largest_so_far`. It has no gradient."""
     if torch.compiler.is_compiling() and not eager.is_transformed():
-        # The number of rounds depends on that of blocks. And PyTorch's sort is faster than the one of its compiler for a GPU.
+        # Traced, the loop would need a graph for each number of rounds, which depends on the number of blocks.
         return _LARGEST(rank, index, earlier, count)
     return eager.largest_so_far(rank, index, earlier, count)
 
