@@ -608,7 +608,7 @@ def test_other_pages(tmp_path):
     stages = {"before": 0.5, "swapped": 0.9, "finetuned": 0.6}
     found = [key | {"variant": "unprepared", "measure": name, "value": x} for name, x in stages.items()]
     title = conversion.VARIANTS["unprepared"].title
-    assert f"| {title} | 0.5000 | 0.9000 |  |  | 0.6000 |" in text_of("conversion", found, tmp_path)
+    assert f"| {title} | 1 | 0.5000 | 0.9000 |  |  | 0.6000 |" in text_of("conversion", found, tmp_path)
 
 
 def test_page_of_memory(tmp_path):

@@ -91,10 +91,11 @@ def needle(found: pd.DataFrame) -> Lines:
 def conversions(found: pd.DataFrame) -> Lines:
     stages = {"before": "before", "swapped": "swapped", "fitted": "polynomial fitted", "transferred": "attention transferred"}
     stages["finetuned"] = "fine-tuned"
-    yield ["exchanged for fastmax", *stages.values()]
+    yield ["exchanged for fastmax", "seeds", *stages.values()]
     for name, title in in_order(found, CONVERSIONS).items():
         losses = {measure: seed_values(own) for measure, own in where(found, variant=name).groupby("measure")}
-        yield [title, *(f"{losses[stage].mean():.4f}" if stage in losses else "" for stage in stages)]
+        means = (f"{losses[stage].mean():.4f}" if stage in losses else "" for stage in stages)
+        yield [title, str(len(losses["before"])), *means]
 
 
 def memory(found: pd.DataFrame) -> Lines:
