@@ -14,6 +14,7 @@ import invalid_bounds
 import pytest
 import torch
 from common import CSRC, bounded, load_build, make_decay, relative
+from test_gather_kept import PLACES, candidates, check_rows, expected_rows, largest, places, rows
 from test_heads import join_arguments, join_by_definition, outputs_and_gradients, split_arguments, split_by_definition
 
 from fastmax import eager
@@ -1089,3 +1090,48 @@ def test_rotary_factors(half, tokens, library):
             library.run("rotary_factors", "forward", {"positions": positions.to(dtype)} | given, **numbers)
             for x, y in zip(given.values(), expected, strict=True):
                 torch.testing.assert_close(x, y.squeeze(1), rtol=2e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("blocks, per_block, count", [(1, 3, 5), (3, 40, 33), (5, 70, 300)])
+def test_largest_so_far(blocks, per_block, count, library):
+    """One sort of more keys than threads, and rounds that merge lists of 1, 2 and 4 blocks."""
+    rank, index, earlier = candidates(1, 2, (blocks, 2), per_block)
+    for schedule in SCHEDULES:
+        kept = torch.full((*rank.shape[:3], count), -7)
+        given = {"rank": rank, "index": index, "earlier": earlier, "kept": kept}
+        library.run("largest_so_far", "forward", given, schedule=schedule)
+        assert torch.equal(kept, largest(rank, index, earlier, count))
+
+
+@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize("d, dv", [(16, 8), (5, 3)])
+@pytest.mark.parametrize("options", PLACES.values(), ids=PLACES)
+def test_gather_kept(options, d, dv, decays, library):
+    """Rows are copied by words of 16 bytes, or else by elements. Gradients of a key in several blocks are summed."""
+    of = places(**options)
+    large = of.tokens > 100
+    if large and not (d == 16 and decays):
+        pytest.skip("the large case by words, with decays")
+    given = dict(zip(("k", "v", "log_factor"), rows(of, d, dv, torch.bfloat16), strict=True))
+    expected = expected_rows(*given.values(), of, decays)
+    numbers = {"block": of.block, "tokens": of.tokens, "aligned": d == 16}
+    where = {"kept": of.kept, "recent_keys": of.recent_keys}
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float64, torch.bool
+    names = "keys", "values", "gate", "log_decay", "least", "has_key"
+    grads = [torch.randn(x.shape).to(dtype) for x, dtype in zip(expected[:3], dtypes, strict=False)]
+    of_keys = eager.gather_kept_backward(of.kept, of.recent_keys, *(x.double() for x in grads), of.tokens)
+    seen = []
+    for schedule in (1, 3) if large else SCHEDULES:
+        results = {
+            name: None if x is None else torch.full(x.shape, True if dtype == torch.bool else torch.nan, dtype=dtype)
+            for name, x, dtype in zip(names, expected, dtypes, strict=True)
+        }
+        library.run("gather_kept", "forward", given | where | results, schedule=schedule, **numbers)
+        check_rows(tuple(results.values()), expected, torch.bfloat16)
+        gradients = {f"grad_{name}": torch.zeros_like(x) for name, x in given.items()}
+        given_grads = dict(zip(("grad_keys", "grad_values", "grad_gate"), grads, strict=True))
+        library.run("gather_kept", "backward", given_grads | where | gradients, schedule=schedule, **numbers)
+        for x, y in zip(gradients.values(), of_keys, strict=True):
+            assert relative(x, y) < (1e-6 if x.dtype == torch.float64 else 4e-3) or not (x.any() or y.any())
+        seen.append([*gradients.values()])
+    assert all(torch.equal(x, y) for results in seen[1:] for x, y in zip(results, seen[0], strict=True))

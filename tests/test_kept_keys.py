@@ -417,20 +417,6 @@ def test_forward_mode_and_functional_gradients():
     close((tangent * of_y).sum(), (expected * direction).sum(), 1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_of_a_key_in_many_blocks_are_summed_in_float32(dtype):
-    """A sum of ones in bfloat16 ends at 256, in float16 at 2048."""
-    k, v = (torch.randn(1, 2, 5, 3, dtype=dtype, requires_grad=True) for _ in range(2))
-    log_factor = torch.randn(1, 2, 5, dtype=torch.float64, requires_grad=True)
-    index = torch.full((1, 2, 2048, 2), 3)
-    rows = kept_keys._kept_rows(k, v, log_factor, index, torch.zeros(2048, 2, dtype=torch.bool))
-    assert all(torch.equal(x, y[:, :, 3:4].expand_as(x)) for x, y in zip(rows[:2], (k, v), strict=True))
-    close(rows[2], log_factor[:, :, 3:4].expand_as(rows[2]), 1e-14)
-    sum(x.sum() for x in rows).backward()
-    for x in (k, v, log_factor):
-        assert (x.grad[:, :, 3] == 4096.0).all() and not x.grad[:, :, [0, 1, 2, 4]].any()
-
-
 @pytest.mark.parametrize("decay", [False, True])
 def test_nan_reaches_no_earlier_row(decay):
     """Masked places of the gathered keys hold any keys, later ones too."""

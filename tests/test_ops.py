@@ -135,27 +135,6 @@ def test_decay_sums(dtype, device):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("count", [1, 4, 6])
-def test_largest_so_far(count, device):
-    """Two sequences, of 5 blocks and of 2, with equal ranks, missing keys and NaN, against a sort of all earlier keys."""
-    rank = torch.randint(-3, 3, (2, 3, 7, 5), device=device).double()
-    rank = torch.where(rank == -3, -torch.inf, rank)
-    rank[0, 1, 2, 3] = torch.nan
-    index, earlier = (
-        torch.randperm(rank.numel(), device=device).view_as(rank),
-        torch.tensor([0, 1, 2, 3, 4, 0, 1], device=device),
-    )
-    torch.library.opcheck(torch.ops.fastmax.largest_so_far.default, (rank, index, earlier, count))
-    kept = torch.ops.fastmax.largest_so_far(rank, index, earlier, count)
-    for block, before in enumerate(earlier.tolist()):
-        latest_first = slice(block - before, block + 1)
-        ranks, indices = (x[:, :, latest_first].flip(2).flatten(2) for x in (rank, index))
-        ranks, order = ranks.nan_to_num(torch.inf, neginf=-torch.inf).sort(dim=-1, descending=True, stable=True)
-        expected = torch.where(ranks == -torch.inf, -1, indices.gather(-1, order))
-        expected = torch.nn.functional.pad(expected, (0, count), value=-1)[..., :count]
-        assert torch.equal(kept[:, :, block], expected.sort(dim=-1).values)
-
-
 @pytest.mark.parametrize("m", [1, 17, 2047, 2048, 2049, 9000])
 @pytest.mark.parametrize("share", [0.0, 1e-3, 1.0])
 def test_finite_decay(m, share, device):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from processes import check_messages, messages, run
+from test_gather_kept import places, rows
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import fastmax.distributed.sharding  # noqa: F401, registers
-from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
+from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, ops
 from fastmax.decoding import init_state, prefill, step, step_
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -197,6 +198,9 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.decay_sums(log_decay)
         candidates = torch.rand(B, kv_heads, 4, 3, dtype=torch.float64)
         torch.ops.fastmax.largest_so_far(candidates, candidates.argsort(), torch.arange(4), 2)
+        of = places(b=B, hk=kv_heads)
+        gathered = ops.gather_kept(*(x.requires_grad_() for x in rows(of, D, DV, torch.float64)), *of[:3], True, True)
+        sum(x.sin().sum() for x in gathered[:3]).backward()
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()

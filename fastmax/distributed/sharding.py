@@ -49,6 +49,9 @@ _AXES = {
     **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "local_gates"), _KEYS),
     **dict.fromkeys(("buffered", "saved"), _KEYS),
     **dict.fromkeys(("finite", "decay_sums", "pairs_of_states", "key_rank", "key_index", "kept"), _KEYS),
+    # A batch entry for each block of queries. Those of one entry of the batch are consecutive.
+    **dict.fromkeys(("log_factor", "keys", "values", "key_gate", "key_decay", "least"), _KEYS),
+    **dict.fromkeys(("recent_keys", "has_key"), _axes("b")),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin", "places", "earlier"), _SHARED),
     **dict.fromkeys(("conv_weight", "q_weight", "k_weight", "norm_weight"), _SHARED),
     **dict.fromkeys(("qkv", "recent", "q_rows", "k_rows", "v_rows"), _axes("b")),  # the heads of all three are in one dimension

@@ -12,11 +12,11 @@ from fastmax.eager.blocks import (
     token_major,
 )
 from fastmax.eager.buffered import buffered_step_
-from fastmax.eager.choice import largest_so_far
 from fastmax.eager.decay import finite_decay, not_above_zero, sum_of_decays, sums_in_window
 from fastmax.eager.dispatch import algorithm_of
 from fastmax.eager.features import state_rows
 from fastmax.eager.input_gate import clamped as clamped_gate
+from fastmax.eager.kept import gather_kept, gather_kept_backward, largest_so_far
 from fastmax.eager.merge import merge_
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decay_to_last, decode_step, decode_step_, softmax_step, sums_of_weights
@@ -53,6 +53,8 @@ __all__ = [
     "finite_decay",
     "forward",
     "forward_from_state",
+    "gather_kept",
+    "gather_kept_backward",
     "gradients_of_sums",
     "in_functorch",
     "is_transformed",

@@ -194,7 +194,7 @@ def prefill(
     """
     q, k, v, gate, log_decay = tokens.real_only(count)
     (b, hk, n, _), slots = k.shape, state.keys.shape[2]
-    log_factor, sums = _log_factors(gate.double(), log_decay)
+    log_factor, sums = _log_factors(gate, log_decay)
     # All known keys in the order of their positions. Those that are not candidates yet have no gaps, so the one at a position
     # has the index `origin` + position. Log factors are those at the end of the state.
     order = state.positions.argsort(dim=-1)
@@ -315,7 +315,7 @@ def _like(index: Tensor, x: Tensor) -> Tensor:
 def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:
-        return gate, None
+        return gate.double(), None
     sums = ops.decay_sums(log_decay.clamp(min=_LEAST_DECAY))
     return gate.double() - sums, sums
 
@@ -336,17 +336,26 @@ def _candidates_at(log_factor: Tensor, begin: Tensor, origin: Tensor, window: in
     return torch.where((position >= 0).unsqueeze(1), rank, -torch.inf), index
 
 
+def _recent_keys(begin: Tensor, index: Tensor, length: Tensor, window: int) -> Tensor:
+    """Returns the keys at W positions before the queries of each block, as `ops.gather_kept` takes them.
+
+    Args:
+        begin: position of the first query of each block in its sequence, (b or 1, blocks).
+        index: of the key at this position among all keys, likewise.
+        length: number of positions of the sequence, (b or 1, blocks or 1).
+    """
+    there_are = ((window - begin).clamp(0, _BLOCK), (length + window - begin).clamp(0, _BLOCK))
+    return torch.stack([index - window, *there_are], dim=-1)
+
+
 class _Blocks(Protocol):
     """Blocks of B queries. Tensors of blocks have a batch entry for each: (b * count, heads, B, ...)."""
 
-    count: int  # blocks of a batch entry
-    has_recent: Tensor  # bool (b or 1, count, B): which places of `recent` have a key
+    # int64 (b or 1, count, 3), as `ops.gather_kept` takes it. The key of place K + i is W positions before query i.
+    recent_keys: Tensor
 
     def queries(self, x: Tensor) -> Tensor:
         """Returns x (b, heads, n, ...), of the queries, in blocks. Places without a query hold anything."""
-
-    def recent(self, x: Tensor) -> Tensor:
-        """Returns x (b, hk, m, ...), of the keys, at W positions before each query, in blocks, 0 where there is none."""
 
     def joined(self, x: Tensor) -> Tensor:
         """Returns x, which is in blocks, as (b, heads, n, ...). It reverses `queries`."""
@@ -358,22 +367,16 @@ class _WholeBlocks:
     def __init__(self, n: int, window: int, device: torch.device):
         self.n, self.window, self.count = n, window, -(-n // _BLOCK)
         self.earlier = torch.arange(self.count, device=device)
-        self._position = torch.arange(self.count * _BLOCK, device=device).view(1, self.count, _BLOCK)
-        self.has_recent = (self._position >= window) & (self._position < n + window)
+        begin = (self.earlier * _BLOCK).unsqueeze(0)
+        self.recent_keys = _recent_keys(begin, begin, begin.new_full((1, 1), n), window)
 
     def _cut(self, x: Tensor, before: int) -> Tensor:
         """Returns x (b, n, ...) behind `before` zeros, as (b, count, B, ...). Zeros fill the last block."""
         padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, -self.n % _BLOCK))
         return (padded[:, : padded.shape[1] - before] if before > 0 else padded).unflatten(1, (self.count, _BLOCK))
 
-    def _in_batch(self, x: Tensor, before: int) -> Tensor:
-        return self._cut(x.transpose(1, 2), before).flatten(0, 1).transpose(1, 2)
-
     def queries(self, x: Tensor) -> Tensor:
-        return self._in_batch(x, 0)
-
-    def recent(self, x: Tensor) -> Tensor:
-        return self._in_batch(x, self.window)
+        return self._cut(x.transpose(1, 2), 0).flatten(0, 1).transpose(1, 2)
 
     def joined(self, x: Tensor) -> Tensor:
         return _one_after_another(x, self.count)[:, : self.n].contiguous().transpose(1, 2)
@@ -381,7 +384,8 @@ class _WholeBlocks:
     def candidates(self, log_factor: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what `_candidates_at` does."""
         rank = self._cut(log_factor.flatten(0, 1), self.window + _BLOCK).flip(-1).unflatten(0, log_factor.shape[:2])
-        index = (self._position - self.window - _BLOCK).flip(-1).expand_as(rank)
+        position = torch.arange(self.count * _BLOCK, device=rank.device).view(self.count, _BLOCK)
+        index = (position - self.window - _BLOCK).flip(-1).expand_as(rank)
         return torch.where(index >= 0, rank, -torch.inf), index.clamp(min=0)
 
 
@@ -401,24 +405,14 @@ class _IndexedBlocks:
 
     def __post_init__(self) -> None:
         self.count = self.begin.shape[1]
+        self.recent_keys = _recent_keys(self.begin, self.origin + self.begin, self.length, self.window)
         position = self.begin.unsqueeze(-1) + torch.arange(_BLOCK, device=self.begin.device)
         self._query = self.first.unsqueeze(-1) + position  # (b or 1, count, B); there is none below 0 and from n on
-        self._recent = self.origin.unsqueeze(-1) + position - self.window  # index among the keys
-        self.has_recent = (position >= self.window) & (position < self.length.unsqueeze(-1) + self.window)
-
-    def _in_batch(self, x: Tensor, index: Tensor) -> Tensor:
-        """Returns x (b, heads, tokens, ...) at an index (b or 1, count, B) of its tokens."""
-        rows = x.transpose(1, 2)
-        rows = taken_at(rows, index.clamp(0, x.shape[2] - 1).flatten(1).expand(x.shape[0], -1), 1)
-        return rows.unflatten(1, (self.count, _BLOCK)).flatten(0, 1).transpose(1, 2)
 
     def queries(self, x: Tensor) -> Tensor:
-        return self._in_batch(x, self._query)
-
-    def recent(self, x: Tensor) -> Tensor:
-        rows = self._in_batch(x, self._recent)
-        missing = ~self.has_recent.expand(x.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
-        return rows.masked_fill(missing if x.dim() == 3 else missing.unsqueeze(-1), 0)
+        index = self._query.clamp(0, x.shape[2] - 1).flatten(1).expand(x.shape[0], -1)
+        rows = taken_at(x.transpose(1, 2), index, 1)
+        return rows.unflatten(1, (self.count, _BLOCK)).flatten(0, 1).transpose(1, 2)
 
     def joined(self, x: Tensor) -> Tensor:
         rows = _one_after_another(x, self.count)
@@ -453,74 +447,23 @@ def _attend_in_blocks(
         sums: G_i of the n queries, (b, hk, n). None: no decay.
         kept: indices of the kept keys among the m keys, (b, hk, blocks, K), ascending, -1 for none.
     """
-    # The number of kept keys follows from positions, so the mask of head 0 is that of all heads.
-    is_kept = (kept[:, 0] >= 0).flatten(0, 1)
-    of_kept = _kept_rows(k, v, log_factor, kept, ~is_kept)
-    of_recent = (blocks.recent(x) for x in (k, v, log_factor))
-    keys, values, factors = (torch.cat(x, dim=2) for x in zip(of_kept, of_recent, strict=True))
-    is_key = torch.cat([is_kept, blocks.has_recent.expand(q.shape[0], -1, -1).flatten(0, 1)], dim=-1)
-    missing, dtype = ~is_key.unsqueeze(1), eager.compute_dtype(q.dtype)
-    gate, log_decay, of_queries = factors, None, None
-    if sums is not None:
-        gate, log_decay, of_last = _as_gates_and_decays(factors, missing)
-        log_decay, of_queries = log_decay.to(dtype), blocks.queries(sums) + of_last[:, :, -_BLOCK:]
+    recent_keys = blocks.recent_keys.expand(k.shape[0], -1, -1)
+    custom = options.use_custom_gradient
+    gathered = ops.gather_kept(k, v, log_factor, kept, recent_keys, _BLOCK, sums is not None, custom)
+    keys, values, gate, log_decay, least, has_key = gathered
     o, lse = flash_attention(
         blocks.queries(q),
         keys,
         values,
         causal=True,
         scale=options.scale,
-        attention_mask=is_key,
+        attention_mask=has_key,
         log_decay=log_decay,
-        log_input_gate=gate.masked_fill(missing, 0).to(dtype),
-        use_custom_gradient=options.use_custom_gradient,
+        log_input_gate=gate,
+        use_custom_gradient=custom,
         return_lse=True,
     )
-    if of_queries is not None:
+    if sums is not None and least is not None:
+        of_queries = blocks.queries(sums) + least
         lse = lse + of_queries.to(lse.dtype).repeat_interleave(lse.shape[1] // of_queries.shape[1], dim=1)
     return blocks.joined(o), blocks.joined(lse)
-
-
-def _as_gates_and_decays(factor: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits log factors b_j - G_j of keys in the order of their positions into what `flash_attention` takes.
-
-    d_j is the least factor of key j and all later ones. So d never falls, and d_(j-1) - d_j is a log decay. The gate is factor
-    j less d_j. Since G never rises and |b| is at most 8, gates are from 0 to 16, within the bounds of `log_input_gate`. Weights
-    with these gates and decays are those with the factors, divided by exp(d) of the last key that a query sees. Results do not
-    depend on d, so d has no gradient.
-
-    Args:
-        factor: (b, hk, m).
-        missing: (b, 1, m), where there is no key.
-
-    Returns:
-        The gates, undefined where there is no key; the log decays, 0 there; and d, 0 where no key follows. All are (b, hk, m).
-    """
-    known = factor.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN must not reach earlier keys
-    later = known.masked_fill(missing, torch.inf).flip(-1).cummin(-1).values.flip(-1)
-    steps = (later[..., :-1] - later[..., 1:]).nan_to_num(nan=0.0, neginf=0.0)
-    return factor - later, F.pad(steps, (1, 0)), later.nan_to_num(posinf=0.0)
-
-
-def _kept_rows(k: Tensor, v: Tensor, log_factor: Tensor, index: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns k, v and log factors (float64) at an index (b, hk, blocks, K), with a batch entry for each block.
-
-    A key that is kept for many blocks gets the gradients of all. They are summed in float32 or float64, and by `embedding` in
-    an order that does not change; `index_add` on a GPU has none. One call takes all three, since its backward sorts the index.
-
-    Args:
-        missing: (b * blocks, K), where the index is -1 and the results are 0. A NaN there would reach the output, and the key
-            at any other index may be a later one.
-    """
-    b, hk, m, d = k.shape
-    dtype, wide = k.dtype, eager.compute_dtype(k.dtype)
-    high = log_factor.to(wide)  # two float32 have the digits of a float64 that the choice needs
-    low = (log_factor.detach() - high.detach()).to(wide)
-    rows = torch.cat([k.to(wide), v.to(wide), high.unsqueeze(-1), low.unsqueeze(-1)], dim=-1)
-    filler = torch.arange(index.shape[-1], device=k.device) % m  # one key for all would get all their gradients of 0
-    index = torch.where(index >= 0, index, filler).permute(0, 2, 3, 1)
-    heads = torch.arange(b, device=k.device).view(b, 1, 1, 1) * (m * hk) + torch.arange(hk, device=k.device)
-    taken = F.embedding(index * hk + heads, rows.transpose(1, 2).flatten(0, 2))  # rows of (b * m * hk, channels)
-    taken = taken.flatten(0, 1).transpose(1, 2).masked_fill(missing.view(-1, 1, missing.shape[-1], 1), 0)
-    keys, values, high, low = taken.split([d, v.shape[3], 1, 1], dim=-1)
-    return keys.to(dtype), values.to(dtype), (high.double() + low.double()).squeeze(-1)

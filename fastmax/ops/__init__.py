@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
-Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `choice`, `normalization`,
+Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `kept`, `normalization`,
 `normalized_attention`, `heads` and `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator
 stand side by side. `registration` registers them, and `autograd` records calls.
 
@@ -23,7 +23,6 @@ from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
 from fastmax.ops.autocast import without_autocast as without_autocast
 from fastmax.ops.autograd import refuse_second_derivative as refuse_second_derivative
-from fastmax.ops.choice import largest_so_far as largest_so_far
 from fastmax.ops.decays import decay_sums as decay_sums
 from fastmax.ops.decays import finite_decay as finite_decay
 from fastmax.ops.fused import attention as attention
@@ -34,6 +33,8 @@ from fastmax.ops.heads import fuses_split_heads as fuses_split_heads
 from fastmax.ops.heads import join_heads as join_heads
 from fastmax.ops.heads import rotary_factors as rotary_factors
 from fastmax.ops.heads import split_heads as split_heads
+from fastmax.ops.kept import gather_kept as gather_kept
+from fastmax.ops.kept import largest_so_far as largest_so_far
 from fastmax.ops.normalization import normalize_tokens as normalize_tokens
 from fastmax.ops.normalized_attention import normalized_attention as normalized_attention
 from fastmax.ops.normalized_attention import normalizes_during_attention as normalizes_during_attention

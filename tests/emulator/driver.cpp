@@ -14,6 +14,7 @@
 #include "core/dispatch.h"
 #include "core/value_blocks.h"
 #include "decay/decay.h"
+#include "kept/kept.h"
 #include "layer/layer.h"
 #include "layer/rotary.h"
 #include "linear/algorithm.h"
@@ -243,6 +244,51 @@ void run_join_heads(bool backward) {
   workspace.check();
 }
 
+// As bindings/kept.cpp.
+void run_choice() {
+  ChoiceParams p{};
+  const Given &rank = tensor("rank"), &kept = tensor("kept");
+  const auto size = [](const Given& x, int i) { return static_cast<int>(x.sizes[i]); };
+  const auto strides = [](const Given& x) { return Stride4{x.strides[0], x.strides[1], x.strides[2], x.strides[3]}; };
+  p.b = size(rank, 0), p.hk = size(rank, 1), p.blocks = size(rank, 2), p.candidates = size(rank, 3), p.count = size(kept, 3);
+  take("rank", p.rank), p.rank_stride = strides(rank);
+  take("index", p.index), p.index_stride = strides(tensor("index"));
+  take("earlier", p.earlier), p.earlier_stride = 1;
+  take("kept", p.kept);
+  const Workspace workspace(choice_workspace_bytes(p));
+  launch_choice(p, workspace.get(), nullptr);
+  workspace.check();
+}
+
+void fill(PlacesParams& p, const Given& keys, const Given& values) {
+  const Given& kept = tensor("kept");
+  const auto size = [](const Given& x, int i) { return static_cast<int>(x.sizes[i]); };
+  p.b = size(kept, 0), p.hk = size(kept, 1), p.blocks = size(kept, 2), p.kept = size(kept, 3);
+  p.block = integer("block", 1), p.m = integer("tokens", 1);
+  take("kept", p.kept_keys), take("recent_keys", p.recent), p.recent_batch = tensor("recent_keys").strides[0];
+  p.d = size(keys, 3), p.dv = size(values, 3);
+  p.math = static_cast<MathMode>(integer("math", 0)), p.aligned = integer("aligned", 1) != 0;
+}
+
+void run_gather(bool backward) {
+  if (!backward) {
+    GatherParams p{};
+    fill(p, tensor("k"), tensor("v"));
+    take("k", p.k, p.k_stride), take("v", p.v, p.v_stride), take("log_factor", p.log_factor, p.log_factor_stride);
+    take("keys", p.keys), take("values", p.values), take("gate", p.gate), take("has_key", p.has_key);
+    take("log_decay", p.log_decay), take("least", p.least);
+    return launch_gather(p, nullptr);
+  }
+  GatherBackwardParams p{};
+  fill(p, tensor("grad_keys"), tensor("grad_values"));
+  take("grad_keys", p.grad_keys), take("grad_values", p.grad_values), take("grad_gate", p.grad_gate);
+  take("grad_k", p.grad_k, p.grad_k_stride), take("grad_v", p.grad_v, p.grad_v_stride);
+  take("grad_log_factor", p.grad_log_factor, p.grad_log_factor_stride);
+  const Workspace workspace(gather_backward_workspace_bytes(p));
+  launch_gather_backward(p, workspace.get(), nullptr);
+  workspace.check();
+}
+
 // As bindings/rotary.cpp.
 void run_rotary_factors() {
   RotaryParams p{};
@@ -277,6 +323,8 @@ const char* emulator_run(const char* algorithm, int backward) {
     const std::string name = algorithm;
     if (name == "split_heads") return run_split_heads(backward != 0), error.c_str();
     if (name == "join_heads") return run_join_heads(backward != 0), error.c_str();
+    if (name == "largest_so_far") return run_choice(), error.c_str();
+    if (name == "gather_kept") return run_gather(backward != 0), error.c_str();
     if (name == "rotary_factors") return run_rotary_factors(), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
     if (backward != 0) {

@@ -1,0 +1,220 @@
+// The keys that each block of queries weighs by exp of their score, and the gradients of the keys.
+
+#include "core/dispatch.h"
+#include "core/dtype.h"
+#include "core/heads.h"
+#include "core/launch.h"
+#include "kept/kept.h"
+
+namespace fastmax {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class Element, int kElements>
+struct alignas(kElements * sizeof(Element)) Vector {
+  Element x[kElements];
+};
+
+// Returns the key of a place of a block, or -1. head: of the flattened batch and heads.
+__device__ __forceinline__ int key_at(const PlacesParams& p, int head, int block, int place) {
+  int64_t key = -1;
+  if (place < p.kept) {
+    key = p.kept_keys[(int64_t{head} * p.blocks + block) * p.kept + place];
+  } else {
+    const int64_t* recent = p.recent + head / p.hk * p.recent_batch + int64_t{block} * 3;
+    const int i = place - p.kept;
+    if (i >= recent[1] && i < recent[2]) key = recent[0] + i;
+  }
+  return key >= 0 && key < p.m ? static_cast<int>(key) : -1;  // in bounds whatever the caller passes
+}
+
+// Returns the head of a block in tensors with a batch entry for each block.
+__device__ __forceinline__ int64_t head_of_block(const PlacesParams& p, int head, int block) {
+  return (int64_t{head / p.hk} * p.blocks + block) * p.hk + head % p.hk;
+}
+
+// Replaces each of `count` values by the least one from it on. The threads share `least`, of kThreads.
+__device__ __forceinline__ void least_from_each_on(double* values, int count, double* least) {
+  const int per_thread = (count + kThreads - 1) / kThreads, thread = static_cast<int>(threadIdx.x);
+  const int begin = thread * per_thread, end = min(count, begin + per_thread);
+  double own = INFINITY;
+  for (int i = end - 1; i >= begin; --i) own = values[i] = fmin(own, values[i]);
+  least[thread] = own;
+  __syncthreads();
+  for (int distance = 1; distance < kThreads; distance *= 2) {
+    const double other = thread + distance < kThreads ? least[thread + distance] : INFINITY;
+    __syncthreads();
+    least[thread] = fmin(least[thread], other);
+    __syncthreads();
+  }
+  const double later = thread + 1 < kThreads ? least[thread + 1] : INFINITY;
+  for (int i = begin; i < end; ++i) values[i] = fmin(values[i], later);
+  __syncthreads();
+}
+
+template <class Element, int kElements>
+__device__ __forceinline__ void copy_rows(const Element* from, int64_t stride, int width, const int* keys, int places, Element* to) {
+  using Words = Vector<Element, kElements>;
+  const int words = width / kElements;
+  for (int i = threadIdx.x; i < places * words; i += kThreads) {
+    const int key = keys[i / words], column = i % words * kElements;
+    Words row{};
+    if (key >= 0) row = *reinterpret_cast<const Words*>(from + key * stride + column);
+    reinterpret_cast<Words*>(to)[i] = row;
+  }
+}
+
+template <class Element, int kElements>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const GatherParams p) {
+  extern __shared__ __align__(128) char shared[];
+  const int places = p.kept + p.block;
+  double* factor = reinterpret_cast<double*>(shared);
+  double* least = factor + places;
+  double* scan = least + places;
+  int* keys = reinterpret_cast<int*>(scan + kThreads);
+  const int head = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks, batch = head / p.hk, own = head % p.hk;
+  const int64_t out = head_of_block(p, head, block) * places;
+
+  const double* log_factor = head_of<double>(p.log_factor, p.log_factor_stride, batch, own);
+  for (int i = threadIdx.x; i < places; i += kThreads) {
+    const int key = keys[i] = key_at(p, head, block, i);
+    factor[i] = key < 0 ? 0.0 : log_factor[key * p.log_factor_stride.token];
+    least[i] = key < 0 || isnan(factor[i]) ? INFINITY : factor[i];  // a NaN must not reach earlier places
+    if (own == 0) p.has_key[(int64_t{batch} * p.blocks + block) * places + i] = key >= 0;
+  }
+  __syncthreads();
+  if (p.log_decay != nullptr) least_from_each_on(least, places, scan);
+  for (int i = threadIdx.x; i < places; i += kThreads) {
+    if (p.log_decay == nullptr) {
+      p.gate[out + i] = static_cast<float>(factor[i]);
+      continue;
+    }
+    p.gate[out + i] = keys[i] < 0 ? 0.f : static_cast<float>(factor[i] - least[i]);
+    const double decay = i == 0 ? 0.0 : least[i - 1] - least[i];  // NaN or -inf where no key follows
+    p.log_decay[out + i] = decay > -INFINITY ? static_cast<float>(decay) : 0.f;
+    const int query = i - p.kept;
+    if (query >= 0) p.least[head_of_block(p, head, block) * p.block + query] = least[i] == INFINITY ? 0.0 : least[i];
+  }
+  const auto copy = [&](const void* from, const Stride& stride, int width, void* to) {
+    const Element* rows = head_of<Element>(from, stride, batch, own);
+    copy_rows<Element, kElements>(rows, stride.token, width, keys, places, static_cast<Element*>(to) + out * width);
+  };
+  copy(p.k, p.k_stride, p.d, p.keys);
+  copy(p.v, p.v_stride, p.dv, p.values);
+}
+
+// The place of each key among the kept keys of the next block, or -1: (b * hk, blocks, places).
+__global__ void __launch_bounds__(kThreads) next_places_kernel(const PlacesParams p, int* __restrict__ next) {
+  extern __shared__ __align__(128) char shared[];
+  int* list = reinterpret_cast<int*>(shared);
+  const int places = p.kept + p.block, head = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks;
+  const bool is_last = block + 1 == p.blocks;
+  for (int i = threadIdx.x; i < p.kept && !is_last; i += kThreads) list[i] = key_at(p, head, block + 1, i);
+  __syncthreads();
+  for (int i = threadIdx.x; i < places; i += kThreads) {
+    const int key = is_last ? -1 : key_at(p, head, block, i);
+    int low = 0, high = key < 0 ? 0 : p.kept;  // the first place that is not below the key
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (list[middle] < key) low = middle + 1;
+      else high = middle;
+    }
+    next[int64_t{blockIdx.x} * places + i] = key >= 0 && low < p.kept && list[low] == key ? low : -1;
+  }
+}
+
+// Sums a few columns of the gradients of a head over its blocks. A key that a block keeps or has among its recent keys is in the next
+// block's list or in no later one, so the sums of all later blocks are those of the place there.
+//
+// grad: of the head in block 0, from the first of the columns on; `block_stride` from block to block, `row` from place to place.
+// sums: of 2 * p.kept * kElements.
+template <int kElements, class Element, class Out>
+__device__ __forceinline__ void sum_over_blocks(const PlacesParams& p, int head, const int* next, const Element* grad, int64_t block_stride,
+                                                int row, Out* out, int64_t token_stride, float* sums) {
+  const int places = p.kept + p.block;
+  float *now = sums, *later = sums + p.kept * kElements;
+  for (int block = p.blocks - 1; block >= 0; --block) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < places; i += kThreads) {
+      const int key = key_at(p, head, block, i);
+      if (key < 0) continue;
+      const auto words = *reinterpret_cast<const Vector<Element, kElements>*>(grad + block * block_stride + int64_t{i} * row);
+      const int place = next[(int64_t{head} * p.blocks + block) * places + i];
+      const bool ends = i >= p.kept || block == 0;  // no earlier block keeps the key
+      Vector<Out, kElements> total;
+#pragma unroll
+      for (int c = 0; c < kElements; ++c) {
+        const float sum = to_float(words.x[c]) + (place < 0 ? 0.f : later[place * kElements + c]);
+        if (i < p.kept) now[i * kElements + c] = sum;
+        if constexpr (sizeof(Out) == sizeof(double)) total.x[c] = sum;
+        else total.x[c] = from_float<Out>(sum);
+      }
+      if (ends) *reinterpret_cast<Vector<Out, kElements>*>(out + key * token_stride) = total;
+    }
+    __syncthreads();
+    float* last = now;
+    now = later, later = last;
+  }
+}
+
+template <class Element, int kElements>
+__global__ void __launch_bounds__(kThreads, 4) gather_backward_kernel(const GatherBackwardParams p, const int* __restrict__ next) {
+  extern __shared__ __align__(128) char shared[];
+  float* sums = reinterpret_cast<float*>(shared);
+  const int of_k = p.d / kElements, of_v = p.dv / kElements, groups = of_k + of_v + 1;
+  const int head = blockIdx.x / groups, group = blockIdx.x % groups, batch = head / p.hk, own = head % p.hk;
+  const int places = p.kept + p.block;
+  const auto sum = [&](const void* grad, int width, int column, void* out, const Stride& stride) {
+    const Element* first = static_cast<const Element*>(grad) + head_of_block(p, head, 0) * places * width + column;
+    Element* rows = head_of<Element>(out, stride, batch, own) + column;
+    sum_over_blocks<kElements>(p, head, next, first, int64_t{p.hk} * places * width, width, rows, stride.token, sums);
+  };
+  if (group < of_k) return sum(p.grad_keys, p.d, group * kElements, p.grad_k, p.grad_k_stride);
+  if (group < of_k + of_v) return sum(p.grad_values, p.dv, (group - of_k) * kElements, p.grad_v, p.grad_v_stride);
+  double* of_factors = head_of<double>(p.grad_log_factor, p.grad_log_factor_stride, batch, own);
+  sum_over_blocks<1>(p, head, next, p.grad_gate + head_of_block(p, head, 0) * places, int64_t{p.hk} * places, 1, of_factors,
+                     p.grad_log_factor_stride.token, sums);
+}
+
+// Calls launch(Type<Math>, number of elements that are copied at once).
+template <class Launch>
+void dispatch_words(const PlacesParams& p, Launch launch) {
+  dispatch_math(p.math, [&](auto math) {
+    using Element = typename decltype(math)::type::Element;
+    constexpr int kWord = 16 / sizeof(Element);
+    if (p.aligned) launch(Element(), std::integral_constant<int, kWord>());
+    else launch(Element(), std::integral_constant<int, 1>());
+  });
+}
+
+int64_t number_of_blocks(const PlacesParams& p) { return int64_t{p.b} * p.hk * p.blocks; }
+
+}  // namespace
+
+void launch_gather(const GatherParams& p, cudaStream_t stream) {
+  const size_t places = p.kept + p.block, bytes = places * (2 * sizeof(double) + sizeof(int)) + kThreads * sizeof(double);
+  dispatch_words(p, [&](auto element, auto elements) {
+    const auto kernel = gather_kernel<decltype(element), elements()>;
+    launch_kernel("gather_kept", kernel, grid_1d(number_of_blocks(p)), kThreads, static_cast<int>(bytes), stream, p);
+  });
+}
+
+size_t gather_backward_workspace_bytes(const GatherBackwardParams& p) {
+  return static_cast<size_t>(number_of_blocks(p)) * (p.kept + p.block) * sizeof(int);
+}
+
+void launch_gather_backward(const GatherBackwardParams& p, void* workspace, cudaStream_t stream) {
+  int* next = static_cast<int*>(workspace);
+  const PlacesParams& places = p;
+  launch_kernel("next_places", next_places_kernel, grid_1d(number_of_blocks(p)), kThreads, static_cast<int>(p.kept * sizeof(int)), stream, places,
+                next);
+  dispatch_words(p, [&](auto element, auto elements) {
+    constexpr int kElements = elements();
+    const unsigned grid = grid_1d(int64_t{p.b} * p.hk * (p.d / kElements + p.dv / kElements + 1));
+    const int bytes = static_cast<int>(2 * p.kept * kElements * sizeof(float));
+    launch_kernel("gather_kept_backward", gather_backward_kernel<decltype(element), kElements>, grid, kThreads, bytes, stream, p, next);
+  });
+}
+
+}  // namespace fastmax

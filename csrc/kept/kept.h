@@ -1,0 +1,84 @@
+// Kept keys of a layer: which keys each block of queries keeps, and the keys that it weighs by exp of their score.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/params.h"
+
+namespace fastmax {
+
+inline constexpr int kMaxKept = 1024;        // keys that a block keeps
+inline constexpr int kMaxCandidates = 4096;  // keys that a block adds to those that may be kept
+
+struct Stride4 {
+  int64_t batch, head, block, place;
+};
+
+// Which keys each block keeps: the `count` ones of the largest rank among those that it and the blocks before it add.
+struct ChoiceParams {
+  int b, hk, blocks;
+  int candidates;  // that each block adds
+  int count;
+
+  const double* rank;     // (b, hk, blocks, candidates): -inf is no key, NaN counts as inf
+  const int64_t* index;   // likewise: the key. Of equal ranks, those of later blocks are kept, and within a block the first ones
+  Stride4 rank_stride, index_stride;
+  const int64_t* earlier;  // (blocks): number of earlier blocks of the same sequence
+  int64_t earlier_stride;
+  int64_t* kept;  // (b, hk, blocks, count) contiguous: ascending; where there are fewer keys, the first are -1
+};
+
+size_t choice_workspace_bytes(const ChoiceParams& p);
+void launch_choice(const ChoiceParams& p, void* workspace, cudaStream_t stream);
+
+// The places of a block: `kept` keys, then `block` recent ones, which are consecutive.
+struct PlacesParams {
+  int b, hk, blocks;
+  int kept, block;
+  int m;  // keys
+  const int64_t* kept_keys;  // (b, hk, blocks, kept) contiguous: ascending, -1 for none
+  // (b, blocks, 3) contiguous in its last two dimensions: x, begin and end. Place kept + i has the key x + i for begin <= i < end.
+  const int64_t* recent;
+  int64_t recent_batch;  // stride
+
+  int d, dv;
+  MathMode math;  // of keys and values
+  bool aligned;   // whether rows are whole 16-byte words at multiples of 16 bytes
+};
+
+struct GatherParams : PlacesParams {
+  const void* k;             // (b, hk, m, d)
+  const void* v;             // (b, hk, m, dv)
+  const double* log_factor;  // (b, hk, m)
+  Stride k_stride, v_stride, log_factor_stride;  // unit stride in the last dimension of k and v
+
+  // Contiguous, with a batch entry for each block: (b * blocks, hk, kept + block, ...). Where a place has no key they are 0.
+  void* keys;
+  void* values;
+  float* gate;       // log_factor less the least log_factor of this place and the later ones; without decays, log_factor
+  float* log_decay;  // the least log_factor of the place before it and all later ones, less that from it on. Null without decays
+  double* least;     // (b * blocks, hk, block): of the last places, the least log_factor from it on. Null without decays
+  bool* has_key;     // (b * blocks, kept + block), which is the same in all heads
+};
+
+void launch_gather(const GatherParams& p, cudaStream_t stream);
+
+// The gradients of k, v and log_factor are sums over all places of a key, in fp32 and in the order of blocks, from the last to the first.
+struct GatherBackwardParams : PlacesParams {
+  const void* grad_keys;  // contiguous, as the results
+  const void* grad_values;
+  const float* grad_gate;
+  // Of zeros: keys without a place are not written.
+  void* grad_k;
+  void* grad_v;
+  double* grad_log_factor;
+  Stride grad_k_stride, grad_v_stride, grad_log_factor_stride;
+};
+
+size_t gather_backward_workspace_bytes(const GatherBackwardParams& p);
+void launch_gather_backward(const GatherBackwardParams& p, void* workspace, cudaStream_t stream);
+
+}  // namespace fastmax
