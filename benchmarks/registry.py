@@ -383,7 +383,7 @@ SUITES = {
                     *(batch, 8, n, 64, None, None, "bf16"),
                     modes=(SUSTAINED + "step",),
                     title="GPT 25M",
-                    providers=("p2_all", "softmax_flash", "softmax_cudnn"),
+                    providers=("p2_all", "kept_keys", "softmax_flash", "softmax_cudnn"),
                     peer="softmax_flash",
                 )
                 for batch in (1, 64)
@@ -394,7 +394,7 @@ SUITES = {
                     *(1, 8, 1024, 64, None, None, "fp32"),
                     modes=(SUSTAINED + "step",),
                     title="GPT 25M",
-                    providers=("p2_all", "softmax_math"),
+                    providers=("p2_all", "kept_keys", "softmax_math"),
                     peer="softmax_math",
                 ),
             ),

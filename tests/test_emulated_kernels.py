@@ -8,13 +8,27 @@ import fcntl
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 
 import emulator
 import invalid_bounds
 import pytest
 import torch
 from common import CSRC, bounded, load_build, make_decay, relative
-from test_gather_kept import PLACES, candidates, check_rows, expected_rows, largest, places, rows
+from test_gather_kept import (
+    LIMITS,
+    PLACES,
+    STEPS,
+    candidates,
+    check_rows,
+    check_steps,
+    expected_rows,
+    largest,
+    places,
+    rows,
+    run_steps,
+    steps,
+)
 from test_heads import join_arguments, join_by_definition, outputs_and_gradients, split_arguments, split_by_definition
 
 from fastmax import eager
@@ -1135,3 +1149,22 @@ def test_gather_kept(options, d, dv, decays, library):
             assert relative(x, y) < (1e-6 if x.dtype == torch.float64 else 4e-3) or not (x.any() or y.any())
         seen.append([*gradients.values()])
     assert all(torch.equal(x, y) for results in seen[1:] for x, y in zip(results, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+def test_kept_step(options, library):
+    of = steps(**options)
+    numbers = dict(zip(("kept", "window", "block"), LIMITS, strict=True)) | {"scale": 0.5, "aligned": options.get("d") != 5}
+
+    def step(token, slots, positions, count, schedule):
+        token = [None if x is None else x.contiguous() for x in token]
+        given = dict(zip(("q", "k", "v", "gate", "log_decay"), token, strict=True))
+        given |= dict(zip(("keys", "values", "log_factors", "positions"), slots, strict=True))
+        given |= {"token_positions": positions, "token_count": count}
+        o = torch.full((*token[0].shape[:3], slots[1].shape[3]), torch.nan, dtype=torch.bfloat16)
+        lse = torch.full(token[0].shape[:3], torch.nan)
+        library.run("kept_step", "forward", given | {"o": o, "lse": lse}, schedule=schedule, **numbers)
+        return o, lse
+
+    for schedule in (0, 1, 2, 3):
+        check_steps(run_steps(of, partial(step, schedule=schedule)), of)

@@ -330,6 +330,7 @@ def test_limits_are_those_of_the_kernels():
     )
     assert number("decode/buffered.h", r"kMaxBufferedPlaces = (\d+)") == steps._MAX_PLACES
     assert number("kept/kept.h", r"kMaxKept = (\d+)") == kept._MAX_KEPT
+    assert number("kept/kept.h", r"kMaxSlots = (\d+)") == kept._MAX_SLOTS
     assert number("kept/kept.h", r"kMaxCandidates = (\d+)") == kept._MAX_CANDIDATES
     assert (
         "kMaxSoftmaxWidth = int64_t{1} << 30;" in (csrc / "softmax/softmax.h").read_text() and row_softmax._MAX_WIDTH == 1 << 30

@@ -1,4 +1,5 @@
-"""The operators `largest_so_far` and `gather_kept`, against sorts and loops over places, and the gradient against autograd."""
+"""The operators `largest_so_far`, `gather_kept` and `kept_step_`, against sorts and loops over places, and the gradient against
+autograd."""
 
 from typing import NamedTuple
 
@@ -183,7 +184,7 @@ def test_opcheck(dtype, device):
         given = [x.requires_grad_() for x in rows(of, 8, 16, dtype, device)]
         torch.library.opcheck(torch.ops.fastmax.gather_kept.default, (*given, *of[:3], decays))
         grads = [torch.randn_like(x) for x in torch.ops.fastmax.gather_kept(*given, *of[:3], decays)[:3]]
-        arguments = of.kept, of.recent_keys, *grads, of.tokens
+        arguments = of.kept, of.recent_keys, given[2].detach(), *grads
         torch.library.opcheck(torch.ops.fastmax.gather_kept_backward.default, arguments)
 
 
@@ -219,6 +220,32 @@ def test_nan_stays_in_its_places(device):
         assert not dirty[3].isnan().any() and not dirty[4].isnan().any()
 
 
+def test_gradients_of_some_results(device):
+    of = places(device=device)
+    given = [x.requires_grad_() for x in rows(of, 4, 4, torch.float64, device)]
+    for used in (slice(0, 1), slice(1, 3)):
+        grads = [
+            torch.autograd.grad(
+                sum(x.sin().sum() for x in ops.gather_kept(*given, *of[:3], True, custom)[used]), given, allow_unused=True
+            )
+            for custom in (True, False)
+        ]
+        for x, y in zip(*grads, strict=True):
+            assert torch.equal(x, torch.zeros_like(x) if y is None else y)
+
+
+def test_infinite_factors_are_as_nan(device):
+    of = places(device=device)
+    for dtype in (torch.float64, torch.float32):
+        k, v, log_factor = rows(of, 4, 4, dtype, device)
+        for odd in (torch.inf, -torch.inf):
+            results = []
+            for x in (odd, torch.nan):
+                log_factor[..., 11] = x
+                results.append(ops.gather_kept(k, v, log_factor, *of[:3], True, True)[2:])
+            assert all(torch.equal(x.nan_to_num(nan=7.0), y.nan_to_num(nan=7.0)) for x, y in zip(*results, strict=True))
+
+
 def test_second_derivatives(device):
     of = places(lengths=(12, 5), block=3, window=2, count=2, b=1, device=device)
     given = [x.contiguous().requires_grad_() for x in rows(of, 2, 3, torch.float64, device)]
@@ -231,6 +258,109 @@ def test_second_derivatives(device):
     grads = torch.autograd.grad([x.sin().sum() for x in results], given, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(sum(x.sum() for x in grads), given)
+
+
+# ---- steps
+
+LIMITS = 6, 5, 8  # K, W and B
+
+
+class Steps(NamedTuple):
+    """Tokens of a state, and its slots at first: arguments of `kept_step_`."""
+
+    tokens: list[tuple]  # q, k, v, log_input_gate and log_decay of each
+    slots: tuple[Tensor, ...]
+    counts: list[Tensor | None]
+
+
+def steps(n=40, b=2, h=4, hk=2, d=16, dv=8, decay=True, padding=False, ties=False, dtype=torch.bfloat16, device="cpu") -> Steps:
+    sizes = (h, d), (hk, d), (hk, dv)
+    rows = [torch.randn(b, n, heads, width, dtype=dtype, device=device).transpose(1, 2) for heads, width in sizes]
+    wide = eager.compute_dtype(dtype)
+    gate, log_decay = torch.randn(2, b, hk, n, dtype=wide, device=device)
+    gate = gate.round() if ties else gate
+    log_decay = -log_decay.square()
+    log_decay[..., n // 2] = -3000.0  # counts as -1000
+    tokens = [
+        (*(x[:, :, i : i + 1] for x in rows), gate[..., i : i + 1], log_decay[..., i : i + 1] if decay else None)
+        for i in range(n)
+    ]
+    slots = sum(LIMITS)
+    state = [torch.zeros(b, hk, slots, width, dtype=dtype, device=device) for width in (d, dv)]
+    factors = torch.zeros(b, hk, slots, dtype=torch.float64, device=device)
+    state = *state, factors, torch.full((b, hk, slots), -1, device=device)
+    counts = [(torch.arange(b, device=device) + i) % 3 > 0 if padding else None for i in range(n)]
+    return Steps(tokens, state, counts)
+
+
+def run_steps(of: Steps, step) -> tuple[list, tuple]:
+    """Returns the results of `step(token, slots, positions, count)` for all tokens, and the slots after them."""
+    slots = tuple([x.clone() for x in of.slots])
+    positions = torch.zeros(len(slots[0]), dtype=torch.int64, device=slots[0].device)
+    results = []
+    for token, count in zip(of.tokens, of.counts, strict=True):
+        if count is not None:  # as `fastmax.nn.kept_keys.step` passes padding
+            token = [None if x is None else torch.where(count.view(-1, *(1,) * (x.dim() - 1)), x, 0) for x in token]
+            count = count.long()
+        results.append(step(tuple(token), slots, positions, count))
+        positions = positions + (1 if count is None else count)
+    return results, slots
+
+
+def in_place(token, slots, positions, count):
+    return ops.kept_step_(token, slots, positions, count, *LIMITS, 0.5)
+
+
+def check_steps(actual: tuple[list, tuple], of: Steps) -> None:
+    """Checks outputs and slots against float64. The slots have no order, but both fill the first free one."""
+    dtype = of.slots[0].dtype
+    widened = [[None if x is None else x.double() for x in token] for token in of.tokens]
+    exact = Steps(widened, tuple(x if x.dtype == torch.int64 else x.double() for x in of.slots), of.counts)
+    expected, slots = run_steps(exact, in_place)
+    rounding = 1e-12 if dtype == torch.float64 else max(torch.finfo(dtype).eps, 1e-4)  # a log factor is about -1000
+    for (o, lse), (y, of_y) in zip(actual[0], expected, strict=True):
+        assert torch.equal(lse.isfinite(), of_y.isfinite())
+        torch.testing.assert_close(o.double(), y, rtol=0, atol=2 * rounding * max(1.0, y.abs().max().item()))
+        torch.testing.assert_close(lse.double(), of_y, rtol=0, atol=min(rounding, 1e-4))
+    *rows, positions = actual[1]
+    assert torch.equal(positions, slots[3])
+    for x, y in zip(rows, slots[:3], strict=True):
+        taken = positions >= 0
+        torch.testing.assert_close(x[taken].double(), y[taken], rtol=0, atol=1e-9)
+
+
+STEPS = {
+    "decay": {},
+    "without decay": {"decay": False},
+    "ties": {"decay": False, "ties": True},
+    "padding": {"padding": True},
+    "group of one": {"h": 2},
+    "unaligned": {"d": 5, "dv": 3},
+    "wide values": {"dv": 200, "n": 20},
+}
+
+
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+def test_kept_step(options, device):
+    for dtype in DTYPES:
+        of = steps(**options, dtype=dtype, device=device)
+        check_steps(run_steps(of, in_place), of)
+
+
+def test_opcheck_kept_step(device):
+    for options in ({}, {"decay": False, "padding": True}):
+        of = steps(n=1, **options, device=device)
+        positions = torch.zeros(2, dtype=torch.int64, device=device)
+        count = None if of.counts[0] is None else of.counts[0].long()
+        arguments = *of.tokens[0], *of.slots, positions, count, *LIMITS, 0.5
+        torch.library.opcheck(torch.ops.fastmax.kept_step_.default, arguments)
+
+
+def test_kept_step_refuses_to_record(device):
+    of = steps(n=1, device=device)
+    of.tokens[0][1].requires_grad_()
+    with pytest.raises(RuntimeError, match="step_ writes over the state that a gradient would need"):
+        in_place(of.tokens[0], of.slots, torch.zeros(2, dtype=torch.int64, device=device), None)
 
 
 @pytest.mark.cuda
@@ -254,10 +384,16 @@ def test_kernels_run(d, dv, device, capfd):
                 expected = torch.autograd.grad([x.float().square().sum() for x in plain[:3]], leaves)
                 assert all(relative(x, y.double()) <= 2 * torch.finfo(dtype).eps for x, y in zip(grads, expected, strict=True))
         ops.largest_so_far(rank, index, earlier, 4)
+        run_steps(steps(n=2, d=d, dv=dv, device=device), in_place)
     finally:
         extension.set_debugging(False)
     printed = capfd.readouterr().err
-    for name in ("gather_kept: gather_sm80", "gather_kept_backward: gather_sm80", "largest_so_far: choice_sm80"):
+    for name in (
+        "gather_kept: gather_sm80",
+        "gather_kept_backward: gather_sm80",
+        "largest_so_far: choice_sm80",
+        "kept_step_: kept_step_sm80",
+    ):
         assert f"fastmax::{name}" in printed
 
 

@@ -24,6 +24,7 @@ from test_self_attention import (  # noqa: F401
     tokens,
     written_out,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastmax import FastmaxSelfAttention, eager
@@ -546,6 +547,19 @@ def test_blocks_of_256_against_float64(dtype, device, monkeypatch):
         pieces, state = in_pieces(layer, x[:, :800], [500, 1, 299])
         steps = [layer.step_(x[:, i : i + 1], state) for i in range(800, 900)]
         assert relative(torch.cat([pieces, *steps], dim=1).cpu(), exact(x_exact)) < limit
+
+
+def test_one_training_graph_for_all_lengths(fresh_dynamo):
+    layer = make(**LAYER)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for n in (17, 29, 40):
+        x = tokens(2, n).requires_grad_()
+        gradients = [torch.autograd.grad(function(x).sin().sum(), x)[0] for function in (compiled, layer)]
+        close(*gradients)
+        graphs.append(counter.frame_count)
+    assert graphs[-1] == graphs[0] > 0
 
 
 @pytest.mark.cuda

@@ -201,6 +201,11 @@ def recorded(kv_heads: int) -> list[tuple]:
         of = places(b=B, hk=kv_heads)
         gathered = ops.gather_kept(*(x.requires_grad_() for x in rows(of, D, DV, torch.float64)), *of[:3], True, True)
         sum(x.sin().sum() for x in gathered[:3]).backward()
+        slots = (x.new_zeros(B, kv_heads, 20, *size) for x, size in ((k, (D,)), (k, (DV,)), (k, ())))
+        empty = torch.full((B, kv_heads, 20), -1)
+        one = [x.detach()[:, :, :1] for x in (q, k, v)]
+        gates_of_one = torch.zeros(B, kv_heads, 1, dtype=torch.float64)
+        ops.kept_step_((*one, gates_of_one, None), (*slots, empty), torch.arange(B), torch.ones(B), 4, 3, 8, 0.5)
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()

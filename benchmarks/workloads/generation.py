@@ -32,6 +32,7 @@ LIMIT = 0.05  # largest relative error of the logits: 8 layers in bf16
 # Variant of the model and backend of its softmax, by name of the provider
 MODELS: dict[str, tuple[str, SDPBackend | None]] = {
     "p2_all": ("p2_all", None),
+    "kept_keys": ("kept_keys", None),
     "softmax_flash": ("softmax", SDPBackend.FLASH_ATTENTION),
     "softmax_cudnn": ("softmax", SDPBackend.CUDNN_ATTENTION),
     "softmax_math": ("softmax", SDPBackend.MATH),

@@ -1,4 +1,4 @@
-// fastmax_cuda::largest_so_far, gather_kept and its gradient (kept/kept.h).
+// fastmax_cuda::largest_so_far, gather_kept and its gradient, and kept_step_ (kept/kept.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -129,8 +129,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gather_kept(const Ten
   const Tensor gate = empty({batch, hk, count}, ScalarType::Float);
   const Tensor log_decay = decays ? empty({batch, hk, count}, ScalarType::Float) : empty({0}, ScalarType::Float);
   const Tensor least = decays ? empty({batch, hk, block}, ScalarType::Double) : empty({0}, ScalarType::Double);
-  const Tensor has_key = empty({batch, count}, ScalarType::Bool);
-  if (!is_empty(gate)) {
+  Tensor has_key = empty({batch, count}, ScalarType::Bool);
+  if (is_empty(gate)) {
+    torch::stable::zero_(has_key);
+  } else {
     p.k = k_rows.data_ptr(), p.k_stride = stride_of(k_rows);
     p.v = v_rows.data_ptr(), p.v_stride = stride_of(v_rows);
     p.log_factor = static_cast<const double*>(log_factor.data_ptr()), p.log_factor_stride = stride_of(log_factor);
@@ -143,8 +145,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gather_kept(const Ten
   return {keys, values, gate, log_decay, least, has_key};
 }
 
-std::tuple<Tensor, Tensor, Tensor> gather_kept_backward(const Tensor& kept, const Tensor& recent_keys, const Tensor& grad_keys,
-                                                        const Tensor& grad_values, const Tensor& grad_gate, int64_t tokens) {
+// log_factor: read for its shape.
+std::tuple<Tensor, Tensor, Tensor> gather_kept_backward(const Tensor& kept, const Tensor& recent_keys, const Tensor& log_factor,
+                                                        const Tensor& grad_keys, const Tensor& grad_values, const Tensor& grad_gate) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("grad_keys", grad_keys));
   FASTMAX_CHECK(grad_keys.dim() == 4 && grad_values.dim() == 4 && kept.dim() == 4, "grad_keys, grad_values and kept must be 4-dimensional, got ",
                 grad_keys.dim(), ", ", grad_values.dim(), " and ", kept.dim(), " dimensions");
@@ -159,7 +162,9 @@ std::tuple<Tensor, Tensor, Tensor> gather_kept_backward(const Tensor& kept, cons
   check_device("grad_gate", grad_gate, grad_keys, "grad_keys");
   check_shape("grad_gate", grad_gate, {batch, hk, count});
   check_float("grad_gate", grad_gate);
-  FASTMAX_CHECK(tokens >= 0, "tokens must be at least 0, got ", tokens);
+  FASTMAX_CHECK(log_factor.dim() == 3, "log_factor must have shape (b, hk, m), got ", shape_text(log_factor.sizes()));
+  const int64_t tokens = log_factor.size(2);
+  check_shape("log_factor", log_factor, {b, hk, tokens});
   GatherBackwardParams p{};
   places.fill(p, count - kept.size(3), tokens, d, dv, grad_keys.scalar_type());
 
@@ -183,6 +188,80 @@ std::tuple<Tensor, Tensor, Tensor> gather_kept_backward(const Tensor& kept, cons
   return {grad_k, grad_v, grad_log_factor};
 }
 
+// Strides of x (b, heads, 1, columns) or (b, heads, 1), whose only token is the first.
+Stride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), 0}; }
+
+std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& log_input_gate,
+                                     const OptionalTensor& log_decay, const Tensor& keys, const Tensor& values, const Tensor& factors,
+                                     const Tensor& key_positions, const Tensor& token_positions, const OptionalTensor& token_count,
+                                     int64_t kept, int64_t window, int64_t block, double scale) {
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
+  const OptionalTensor& none = kNotGiven;
+  check_inputs({q_in, k_in, v_in, none, log_decay, log_input_gate, none, none}, scale, /*causal=*/true);
+  check_kernels_cover({q_in, k_in, v_in, none, log_decay, log_input_gate, none, none});
+  const int64_t b = q_in.size(0), h = q_in.size(1), hk = k_in.size(1), d = q_in.size(3), dv = v_in.size(3), slots = keys.size(2);
+  FASTMAX_CHECK(q_in.size(2) == 1 && k_in.size(2) == 1, "q and k must have one token, got ", q_in.size(2), " and ", k_in.size(2));
+  FASTMAX_CHECK(keys.dim() == 4, "slot_keys must be 4-dimensional, got ", keys.dim(), " dimensions");
+  FASTMAX_CHECK(slots <= kMaxSlots, "slot_keys must have at most ", kMaxSlots, " slots for the CUDA kernels, got ", slots);
+  const auto check_slots = [&](const char* name, const Tensor& x, ScalarType dtype) {
+    check_device(name, x, q_in);
+    FASTMAX_CHECK(x.scalar_type() == dtype, name, " has the wrong dtype");
+    FASTMAX_CHECK(x.is_contiguous(), name, " must be contiguous for the CUDA kernels");
+  };
+  check_slots("slot_keys", keys, q_in.scalar_type());
+  check_shape("slot_keys", keys, {b, hk, slots, d});
+  check_slots("slot_values", values, q_in.scalar_type());
+  check_shape("slot_values", values, {b, hk, slots, dv});
+  check_slots("slot_factors", factors, ScalarType::Double);
+  check_shape("slot_factors", factors, {b, hk, slots});
+  check_slots("slot_positions", key_positions, ScalarType::Long);
+  check_shape("slot_positions", key_positions, {b, hk, slots});
+  check_device("token_positions", token_positions, q_in);
+  check_shape("token_positions", token_positions, {b});
+  check_dtype("token_positions", token_positions, ScalarType::Long, "int64");
+  if (token_count.has_value()) {
+    check_device("token_count", *token_count, q_in);
+    check_shape("token_count", *token_count, {b});
+    check_dtype("token_count", *token_count, ScalarType::Long, "int64");
+  }
+  check_count("kept", kept, kMaxKept);
+  FASTMAX_CHECK(block >= 1 && block <= INT_MAX && window >= 1 && window <= INT_MAX, "window and block must be from 1 to ", INT_MAX, ", got ",
+                window, " and ", block);
+
+  const Tensor q = with_dense_rows(q_in), k = with_dense_rows(k_in), v = with_dense_rows(v_in);
+  const Tensor positions = dense(token_positions);
+  const OptionalTensor count = token_count.has_value() ? OptionalTensor(dense(*token_count)) : OptionalTensor();
+  const int device = q_in.get_device_index();
+  const Tensor o = empty_contiguous({b, h, 1, dv}, q_in.scalar_type(), device), lse = empty_contiguous({b, h, 1}, ScalarType::Float, device);
+  if (is_empty(lse)) return {o, lse};
+  FASTMAX_CHECK(slots >= 1, "slot_keys must have at least one slot");
+  KeptStepParams p{};
+  p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk), p.slots = static_cast<int>(slots);
+  p.d = static_cast<int>(d), p.dv = static_cast<int>(dv);
+  p.kept = static_cast<int>(kept), p.window = static_cast<int>(window), p.block = static_cast<int>(block);
+  p.scale = static_cast<float>(scale);
+  p.math = math_mode(q_in.scalar_type(), /*allow_tf32=*/false);
+  p.aligned = is_aligned(keys);
+  p.q = q.data_ptr(), p.q_stride = token_stride(q);
+  p.k = k.data_ptr(), p.k_stride = token_stride(k);
+  p.v = v.data_ptr(), p.v_stride = token_stride(v);
+  p.log_input_gate = static_cast<const float*>(log_input_gate.data_ptr()), p.log_input_gate_stride = token_stride(log_input_gate);
+  if (log_decay.has_value()) {
+    p.log_decay = static_cast<const float*>(log_decay->data_ptr()), p.log_decay_stride = token_stride(*log_decay);
+  }
+  p.token_positions = static_cast<const int64_t*>(positions.data_ptr());
+  if (count.has_value()) p.token_count = static_cast<const int64_t*>(count->data_ptr());
+  p.keys = keys.data_ptr(), p.values = values.data_ptr();
+  p.log_factors = static_cast<double*>(factors.data_ptr()), p.positions = static_cast<int64_t*>(key_positions.data_ptr());
+  p.o = o.data_ptr(), p.lse = static_cast<float*>(lse.data_ptr());
+  if (is_debugging()) {
+    std::fprintf(stderr, "fastmax::kept_step_: kept_step_sm80: b %d, h %d, hk %d, slots %d, d %d, dv %d%s\n", p.b, p.h, p.hk, p.slots, p.d, p.dv,
+                 p.aligned ? "" : ", unaligned");
+  }
+  launch_kept_step(p, current_stream(device));
+  return {o, lse};
+}
+
 }  // namespace
 }  // namespace fastmax
 
@@ -190,4 +269,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastmax_cuda, CUDA, m) {
   m.impl("largest_so_far", TORCH_BOX(&fastmax::largest_so_far));
   m.impl("gather_kept", TORCH_BOX(&fastmax::gather_kept));
   m.impl("gather_kept_backward", TORCH_BOX(&fastmax::gather_kept_backward));
+  m.impl("kept_step_", TORCH_BOX(&fastmax::kept_step));
 }

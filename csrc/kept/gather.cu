@@ -66,7 +66,7 @@ __device__ __forceinline__ void copy_rows(const Element* from, int64_t stride, i
 }
 
 template <class Element, int kElements>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const GatherParams p) {
+__global__ void __launch_bounds__(kThreads, 4) gather_kernel(const GatherParams p) {
   extern __shared__ __align__(128) char shared[];
   const int places = p.kept + p.block;
   double* factor = reinterpret_cast<double*>(shared);
@@ -79,8 +79,10 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const GatherParams p) 
   const double* log_factor = head_of<double>(p.log_factor, p.log_factor_stride, batch, own);
   for (int i = threadIdx.x; i < places; i += kThreads) {
     const int key = keys[i] = key_at(p, head, block, i);
-    factor[i] = key < 0 ? 0.0 : log_factor[key * p.log_factor_stride.token];
-    least[i] = key < 0 || isnan(factor[i]) ? INFINITY : factor[i];  // a NaN must not reach earlier places
+    double x = key < 0 ? 0.0 : log_factor[key * p.log_factor_stride.token];
+    if (!isfinite(x)) x = NAN;  // which must not reach earlier places
+    factor[i] = x;
+    least[i] = key < 0 || isnan(x) ? INFINITY : x;
     if (own == 0) p.has_key[(int64_t{batch} * p.blocks + block) * places + i] = key >= 0;
   }
   __syncthreads();

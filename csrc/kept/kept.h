@@ -39,7 +39,8 @@ struct PlacesParams {
   int b, hk, blocks;
   int kept, block;
   int m;  // keys
-  const int64_t* kept_keys;  // (b, hk, blocks, kept) contiguous: ascending, -1 for none
+  // (b, hk, blocks, kept) contiguous: ascending, -1 for none. Blocks without queries, whose gradients are 0, may have a key twice.
+  const int64_t* kept_keys;
   // (b, blocks, 3) contiguous in its last two dimensions: x, begin and end. Place kept + i has the key x + i for begin <= i < end.
   const int64_t* recent;
   int64_t recent_batch;  // stride
@@ -80,5 +81,37 @@ struct GatherBackwardParams : PlacesParams {
 
 size_t gather_backward_workspace_bytes(const GatherBackwardParams& p);
 void launch_gather_backward(const GatherBackwardParams& p, void* workspace, cudaStream_t stream);
+
+// One token of a layer with a state: adds its decay to the log factors of the slots and its key to a free slot, attends to the keys
+// beyond the exact window by exp of their score, and frees the slots of the keys that the next block does not keep.
+struct KeptStepParams {
+  int b, h, hk;
+  int slots;  // of a state
+  int d, dv;
+  int kept, window, block;
+  float scale;
+  MathMode math;
+  bool aligned;  // whether rows of the slots are whole 16-byte words at multiples of 16 bytes
+
+  const void *q, *k, *v;             // (b, h, d), (b, hk, d), (b, hk, dv), unit stride in the last dimension
+  Stride q_stride, k_stride, v_stride;
+  const float* log_input_gate;       // (b, hk)
+  const float* log_decay;            // (b, hk), or null
+  Stride log_input_gate_stride, log_decay_stride;
+  const int64_t* token_positions;    // (b) contiguous
+  const int64_t* token_count;        // (b) contiguous: 1, or 0 for padding, which leaves the keys as they are. Null: all 1
+
+  // Contiguous, overwritten: (b, hk, slots, ...)
+  void* keys;
+  void* values;
+  double* log_factors;
+  int64_t* positions;  // of each key; -1: the slot is free
+
+  void* o;     // (b, h, dv) contiguous; 0 where no key is visible
+  float* lse;  // (b, h) contiguous: log of the sum of weights
+};
+
+inline constexpr int kMaxSlots = 2048;
+void launch_kept_step(const KeptStepParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

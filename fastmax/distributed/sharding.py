@@ -51,7 +51,8 @@ _AXES = {
     **dict.fromkeys(("finite", "decay_sums", "pairs_of_states", "key_rank", "key_index", "kept"), _KEYS),
     # A batch entry for each block of queries. Those of one entry of the batch are consecutive.
     **dict.fromkeys(("log_factor", "keys", "values", "key_gate", "key_decay", "least"), _KEYS),
-    **dict.fromkeys(("recent_keys", "has_key"), _axes("b")),
+    **dict.fromkeys(("recent_keys", "has_key", "token_positions", "token_count"), _axes("b")),
+    **dict.fromkeys(("slot_keys", "slot_values", "slot_factors", "slot_positions"), _KEYS),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin", "places", "earlier"), _SHARED),
     **dict.fromkeys(("conv_weight", "q_weight", "k_weight", "norm_weight"), _SHARED),
     **dict.fromkeys(("qkv", "recent", "q_rows", "k_rows", "v_rows"), _axes("b")),  # the heads of all three are in one dimension

@@ -16,7 +16,7 @@ from fastmax.eager.decay import finite_decay, not_above_zero, sum_of_decays, sum
 from fastmax.eager.dispatch import algorithm_of
 from fastmax.eager.features import state_rows
 from fastmax.eager.input_gate import clamped as clamped_gate
-from fastmax.eager.kept import gather_kept, gather_kept_backward, largest_so_far
+from fastmax.eager.kept import LEAST_DECAY, gather_kept, gather_kept_backward, kept_step, largest_so_far, must_be_chosen
 from fastmax.eager.merge import merge_
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decay_to_last, decode_step, decode_step_, softmax_step, sums_of_weights
@@ -35,6 +35,7 @@ from fastmax.eager.state import (
 from fastmax.eager.tiles import least_sum
 
 __all__ = [
+    "LEAST_DECAY",
     "States",
     "algorithm_of",
     "backward",
@@ -58,9 +59,11 @@ __all__ = [
     "gradients_of_sums",
     "in_functorch",
     "is_transformed",
+    "kept_step",
     "largest_so_far",
     "least_sum",
     "merge_",
+    "must_be_chosen",
     "normalize_tokens",
     "normalize_tokens_backward",
     "not_above_zero",

@@ -1,6 +1,7 @@
 """Keys that each block of queries weighs by exp of their score (`fastmax.nn.kept_keys`): which ones, their rows, gradients.
 
 `largest_so_far` chooses the kept ones by a prefix scan that merges sorted lists. `gather_kept` gathers rows of k and v.
+`kept_step` is a step of a state with slots for keys.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmax.eager.blocks import compute_dtype
+from fastmax.eager.recurrent import softmax_step
+
+LEAST_DECAY = -1000.0  # whose exp is 0, in float64 too. Sums of such decays are finite and keep their digits.
 
 
 def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> Tensor:
@@ -130,3 +134,83 @@ def _rows_of(index: Tensor, m: int) -> Tensor:
     filler = torch.arange(index.shape[-1], device=index.device) % m  # one key for all would get all their gradients of 0
     head, entry = torch.arange(hk, device=index.device).view(-1, 1), torch.arange(b, device=index.device).view(-1, 1, 1, 1)
     return torch.where(index >= 0, index, filler).transpose(1, 2) * hk + head + entry * (m * hk)
+
+
+Slots = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def kept_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_input_gate: Tensor,
+    log_decay: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    log_factors: Tensor,
+    key_positions: Tensor,
+    positions: Tensor,
+    count: Tensor | None,
+    kept: int,
+    window: int,
+    block: int,
+    scale: float,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Slots]:
+    """Computes softmax attention of one token to the keys in slots that are beyond the exact window, and updates the slots.
+
+    The token's decay is added to all log factors. Its key is written to a free slot. After the last token of a block, the slots
+    of the keys that the next block does not keep become free.
+
+    Args:
+        q, k, v: (b, h, 1, d), (b, hk, 1, d), (b, hk, 1, dv).
+        log_input_gate, log_decay: (b, hk, 1); zeros in the rows of padding. None: no decay.
+        keys, values, log_factors, key_positions: (b, hk, slots, d), (b, hk, slots, dv), float64 and int64 (b, hk, slots). A
+            position of -1: the slot is free.
+        positions: int64 (b,), of the token.
+        count: int (b,), 1, or 0 for padding, which changes no slot. None: all 1.
+        kept, window, block: K, W and B (`fastmax.nn.kept_keys`).
+        scale: of the scores.
+        in_place: whether to overwrite the slots.
+
+    Returns:
+        The output (b, h, 1, dv), the log of the sums of weights (b, h, 1), and the slots.
+    """
+    b, hk = k.shape[:2]
+    if log_decay is not None:
+        add = log_factors.add_ if in_place else log_factors.add
+        log_factors = add(log_decay.clamp(min=LEAST_DECAY))
+    position = positions.view(b, 1, 1).expand(b, hk, 1)
+    slot = key_positions.argmin(dim=-1, keepdim=True)  # one that is free
+
+    def written(x: Tensor, new: Tensor) -> Tensor:
+        at = slot if x.dim() == 3 else slot.unsqueeze(-1).expand(-1, -1, 1, x.shape[3])
+        new = new.to(x.dtype)
+        if count is not None:
+            new = torch.where(count.view(-1, *(1,) * (x.dim() - 1)) > 0, new, x.gather(2, at))
+        return x.scatter_(2, at, new) if in_place else x.scatter(2, at, new)
+
+    keys, values = written(keys, k), written(values, v)
+    log_factors, key_positions = written(log_factors, log_input_gate), written(key_positions, position)
+    beyond = (key_positions >= 0) & (key_positions <= position - window)
+    log_factor = torch.where(beyond, log_factors, -torch.inf).to(compute_dtype(q.dtype))
+    o, lse = softmax_step(q, keys, values, log_factor, scale)
+
+    # Only the last token of a block drops keys. This is computed at every step, since a CUDA graph has no branch.
+    candidate = must_be_chosen(key_positions, positions + (1 if count is None else count), window, block)
+    order = key_positions.argsort(dim=-1, descending=True)
+    rank = torch.where(candidate, log_factors.detach(), -torch.inf).gather(2, order)
+    order = order.gather(2, rank.argsort(dim=-1, descending=True, stable=True))
+    more = torch.arange(order.shape[2], device=q.device) >= kept
+    dropped = candidate & torch.zeros_like(candidate).scatter(2, order, more.expand_as(order))
+    left = key_positions.masked_fill(dropped, -1)
+    return o, lse, (keys, values, log_factors, key_positions.copy_(left) if in_place else left)
+
+
+def must_be_chosen(of_keys: Tensor, of_query: Tensor, window: int, block: int) -> Tensor:
+    """Returns which keys, at positions (b, ..., keys), must be chosen to be kept for the query at a position (b,).
+
+    -1 is the position of no key.
+    """
+    first = of_query - of_query % block - window
+    return (of_keys >= 0) & (of_keys < first.view(-1, *(1,) * (of_keys.dim() - 1)))

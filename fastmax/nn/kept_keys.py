@@ -25,7 +25,7 @@ adds its sums to those of the layer. Shapes: q (b, h, n, d), k (b, hk, m, d), v 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,7 +40,6 @@ from fastmax.prepare.padding import taken_at
 from fastmax.prepare.tensors import cast_for_autocast
 
 _BLOCK = 256  # B
-_LEAST_DECAY = -1000.0  # whose exp is 0, in float64 too. Sums of such decays are finite and keep their digits.
 
 
 class KeptOptions(NamedTuple):
@@ -206,7 +205,7 @@ def prefill(
 
     blocks = (n + _BLOCK - 1) // _BLOCK + 1  # as many as n tokens and the one after them can be in
     begin = (positions - offset).unsqueeze(-1) + _BLOCK * torch.arange(blocks, device=q.device)  # (b, blocks)
-    candidate = _is_candidate(known.positions[:, :, :slots], begin[:, 0], options.window)
+    candidate = eager.must_be_chosen(known.positions[:, :, :slots], begin[:, 0], options.window, _BLOCK)
     of_known = known.log_factors.detach()
     of_state = torch.where(candidate, of_known[:, :, :slots], -torch.inf).flip(-1).unsqueeze(2)
     at = torch.arange(slots, device=q.device).flip(0).expand_as(of_state)
@@ -231,7 +230,7 @@ def prefill(
     last = stop // _BLOCK - positions // _BLOCK
     kept = index.gather(2, last.view(b, 1, 1, 1).expand(b, hk, 1, options.kept)).squeeze(2)
     recent = stop.unsqueeze(-1) - torch.arange(1, slots - options.kept + 1, device=q.device)
-    is_recent = (recent >= 0) & ~_is_candidate(recent, stop, options.window)
+    is_recent = (recent >= 0) & ~eager.must_be_chosen(recent, stop, options.window, _BLOCK)
     recent = torch.where(is_recent, recent + origin.unsqueeze(-1), -1)
     index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, -1)], dim=-1)
     free, index = index < 0, index.clamp(min=0)
@@ -263,48 +262,17 @@ def step(
     Returns:
         The output and log of the sums of weights, as `attend`, and the state after the token.
     """
-    q, k, v, gate, log_decay = token.real_only(count)
-    b, hk = k.shape[:2]
-    if log_decay is not None:
-        add = state.log_factors.add_ if in_place else state.log_factors.add
-        state = replace(state, log_factors=add(log_decay.clamp(min=_LEAST_DECAY)))
-    position = positions.view(b, 1, 1).expand(b, hk, 1)
-    slot = state.positions.argmin(dim=-1, keepdim=True)  # one that is free
-    tensors = zip(state.tensors().values(), (k, v, gate, position), strict=True)
-    state = KeptKeys(*(_written(x, _like(slot, x), y, count, in_place) for x, y in tensors))
-
-    beyond = (state.positions >= 0) & (state.positions <= position - options.window)
-    log_factor = torch.where(beyond, state.log_factors, -torch.inf).to(eager.compute_dtype(q.dtype))
-    o, lse = eager.softmax_step(q, state.keys, state.values, log_factor, options.scale)
-
-    # Only the last token of a block drops keys. This is computed at every step, since a CUDA graph has no branch.
-    stop = positions + (1 if count is None else count)
-    candidate = _is_candidate(state.positions, stop, options.window)
-    order = state.positions.argsort(dim=-1, descending=True)
-    rank = torch.where(candidate, state.log_factors.detach(), -torch.inf).gather(2, order)
-    order = order.gather(2, rank.argsort(dim=-1, descending=True, stable=True))
-    more = torch.arange(order.shape[2], device=q.device) >= options.kept
-    dropped = candidate & torch.zeros_like(candidate).scatter(2, order, more.expand_as(order))
-    left = state.positions.masked_fill(dropped, -1)
-    state.positions = state.positions.copy_(left) if in_place else left
+    token = token.real_only(count)
+    limits = options.kept, options.window, _BLOCK, options.scale
+    if not in_place:
+        slots = state.keys, state.values, state.log_factors, state.positions
+        if eager.is_transformed() or eager.differentiating(*token, *slots):
+            o, lse, slots = eager.kept_step(*token, *slots, positions, count, *limits)
+            return o, lse, KeptKeys(*slots)
+        state = state.clone()
+    slots = state.keys, state.values, state.log_factors, state.positions
+    o, lse = ops.kept_step_(token, slots, positions, count, *limits)
     return o, lse, state
-
-
-def _written(x: Tensor, slot: Tensor, new: Tensor, count: Tensor | None, in_place: bool) -> Tensor:
-    """Returns a tensor of a state with a new row in a slot; a batch entry with `count` 0 keeps its row."""
-    new = new.to(x.dtype)
-    if count is not None:
-        new = torch.where(count.view(-1, *(1,) * (x.dim() - 1)) > 0, new, x.gather(2, slot))
-    return x.scatter_(2, slot, new) if in_place else x.scatter(2, slot, new)
-
-
-def _is_candidate(of_keys: Tensor, of_query: Tensor, window: int) -> Tensor:
-    """Returns which keys, at positions (b, ..., keys), must be chosen to be kept for the query at a position (b,).
-
-    -1 is the position of no key.
-    """
-    first = of_query - of_query % _BLOCK - window
-    return (of_keys >= 0) & (of_keys < first.view(-1, *(1,) * (of_keys.dim() - 1)))
 
 
 def _like(index: Tensor, x: Tensor) -> Tensor:
@@ -316,7 +284,7 @@ def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor
     """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:
         return gate.double(), None
-    sums = ops.decay_sums(log_decay.clamp(min=_LEAST_DECAY))
+    sums = ops.decay_sums(log_decay.clamp(min=eager.LEAST_DECAY))
     return gate.double() - sums, sums
 
 

@@ -34,6 +34,7 @@ from fastmax.ops.heads import join_heads as join_heads
 from fastmax.ops.heads import rotary_factors as rotary_factors
 from fastmax.ops.heads import split_heads as split_heads
 from fastmax.ops.kept import gather_kept as gather_kept
+from fastmax.ops.kept import kept_step_ as kept_step_
 from fastmax.ops.kept import largest_so_far as largest_so_far
 from fastmax.ops.normalization import normalize_tokens as normalize_tokens
 from fastmax.ops.normalized_attention import normalized_attention as normalized_attention

@@ -1,4 +1,8 @@
-"""`largest_so_far`: the keys that `fastmax.nn.kept_keys` keeps for each block. `gather_kept`: their rows, and its gradient."""
+"""Operators of `fastmax.nn.kept_keys`.
+
+`largest_so_far` chooses the keys that each block keeps, `gather_kept` and its gradient gather their rows, and `kept_step_` is a
+step of a state, in place.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from fastmax import eager
 from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.autograd import compute, refuse_second_derivative, register_gradient
-from fastmax.ops.registration import Operator, register
+from fastmax.ops.registration import Operator, refuse_gradient, register
+from fastmax.ops.steps import in_place, refuse_to_record
 
-_MAX_KEPT, _MAX_CANDIDATES = 1024, 4096  # of the kernels
+_MAX_KEPT, _MAX_CANDIDATES, _MAX_SLOTS = 1024, 4096, 2048  # of the kernels
 
 
 def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> Tensor:
@@ -65,8 +70,7 @@ def _gather_kept(k, v, log_factor, kept, recent_keys, block, decays):
 
 
 def _fake_gather_kept(k, v, log_factor, kept, recent_keys, block, decays):
-    (b, hk, blocks, count), dtype = kept.shape, eager.compute_dtype(k.dtype)
-    of_places = b * blocks, hk, count + block
+    of_places, dtype = _shape_of_places(kept, block), eager.compute_dtype(k.dtype)
     decay, least = (of_places, (*of_places[:2], block)) if decays else ((0,), (0,))
     return (
         *(x.new_empty((*of_places, x.shape[3])) for x in (k, v)),
@@ -76,23 +80,27 @@ def _fake_gather_kept(k, v, log_factor, kept, recent_keys, block, decays):
     )
 
 
-def _gather_kept_backward(kept, recent_keys, grad_keys, grad_values, grad_key_gate, tokens):
+def _shape_of_places(kept: Tensor, block: int) -> tuple[int, int, int]:
+    b, hk, blocks, count = kept.shape
+    return b * blocks, hk, count + block
+
+
+def _gather_kept_backward(kept, recent_keys, log_factor, grad_keys, grad_values, grad_key_gate):
     with without_autocast(grad_keys):
-        grads = eager.gather_kept_backward(kept, recent_keys, grad_keys, grad_values, grad_key_gate, tokens)
+        grads = eager.gather_kept_backward(kept, recent_keys, grad_keys, grad_values, grad_key_gate, log_factor.shape[2])
         return tuple([x.contiguous() for x in grads])
 
 
-def _fake_gather_kept_backward(kept, recent_keys, grad_keys, grad_values, grad_key_gate, tokens):
-    shape = *kept.shape[:2], tokens
-    of_rows = (x.new_empty((*shape, x.shape[3])) for x in (grad_keys, grad_values))
-    return *of_rows, grad_key_gate.new_empty(shape, dtype=torch.float64)
+def _fake_gather_kept_backward(kept, recent_keys, log_factor, grad_keys, grad_values, grad_key_gate):
+    of_rows = (x.new_empty((*log_factor.shape, x.shape[3])) for x in (grad_keys, grad_values))
+    return *of_rows, log_factor.new_empty(log_factor.shape)
 
 
 def _covers_gather(k, v, log_factor, kept, recent_keys, block, decays) -> bool:
     return 0 < block <= _MAX_KEPT and 0 < kept.shape[3] <= _MAX_KEPT
 
 
-def _covers_gather_backward(kept, recent_keys, grad_keys, grad_values, grad_key_gate, tokens) -> bool:
+def _covers_gather_backward(kept, recent_keys, log_factor, grad_keys, grad_values, grad_key_gate) -> bool:
     return 0 < grad_keys.shape[2] - kept.shape[3] <= _MAX_KEPT and 0 < kept.shape[3] <= _MAX_KEPT
 
 
@@ -103,13 +111,21 @@ class _Gather(NamedTuple):
     backward: Operator
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs[2:5])
+        ctx.save_for_backward(*inputs[:5])
         ctx.options = inputs[5:]
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[3:])
 
     def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
-        log_factor, kept, recent_keys = saved
-        return *self.backward(kept, recent_keys, *grads[:3], log_factor.shape[2]), None, None
+        k, v, log_factor, kept, recent_keys = saved
+        if all(grad is None for grad in grads):
+            return (None,) * 5
+        of_places = _shape_of_places(kept, options[0])
+        gate_dtype = eager.compute_dtype(k.dtype)
+        shapes = ((*of_places, k.shape[3]), k.dtype), ((*of_places, v.shape[3]), v.dtype), (of_places, gate_dtype)
+        given = zip(grads[:3], shapes, strict=True)
+        filled = (k.new_zeros(shape, dtype=dtype) if grad is None else grad for grad, (shape, dtype) in given)
+        return *self.backward(kept, recent_keys, log_factor, *filled), None, None
 
 
 _GATHER = _Gather(
@@ -122,8 +138,8 @@ _GATHER = _Gather(
         covers=_covers_gather,
     ),
     register(
-        "gather_kept_backward(Tensor kept, Tensor recent_keys, Tensor grad_keys, Tensor grad_values, Tensor grad_key_gate, "
-        "int tokens) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_factor)",
+        "gather_kept_backward(Tensor kept, Tensor recent_keys, Tensor log_factor, Tensor grad_keys, Tensor grad_values, "
+        "Tensor grad_key_gate) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_factor)",
         _gather_kept_backward,
         _fake_gather_kept_backward,
         kernel_of="grad_keys grad_values",
@@ -131,3 +147,59 @@ _GATHER = _Gather(
     ),
 )
 register_gradient(_GATHER, refuse_second_derivative)
+
+
+def kept_step_(
+    token: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    slots: tuple[Tensor, Tensor, Tensor, Tensor],
+    positions: Tensor,
+    count: Tensor | None,
+    kept: int,
+    window: int,
+    block: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Computes `eager.kept_step` in place: overwrites the slots, and returns the output and the log of the sums of weights.
+
+    Args:
+        token: q, k, v, log_input_gate and log_decay.
+        slots: keys, values, log_factors and key_positions.
+
+    Raises:
+        RuntimeError: a gradient would have to be recorded.
+    """
+    count = None if count is None else count.long()
+    return in_place(_KEPT_STEP_, (*token, *slots, positions, count), slots, (kept, window, block, scale))
+
+
+def _kept_step_(q, *arguments):
+    with without_autocast(q):
+        return eager.kept_step(q, *arguments, in_place=True)[:2]
+
+
+def _fake_kept_step_(q, k, v, *arguments):
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return o, q.new_empty(q.shape[:-1], dtype=eager.compute_dtype(q.dtype))
+
+
+def _covers_step(q, k, v, gate, log_decay, keys, values, log_factors, key_positions, positions, count, *limits) -> bool:
+    kept, slots = limits[0], (keys, values, log_factors, key_positions)
+    fits = 0 < kept <= _MAX_KEPT and keys.shape[2] <= _MAX_SLOTS and all(x.is_contiguous() for x in slots)
+    return fits and all(x is None or x.dtype == torch.float32 for x in (gate, log_decay))
+
+
+def _kept_step_flops(q, k, v, gate, log_decay, keys, values, *arguments, out_val=None) -> int:
+    return 2 * q.shape[0] * q.shape[1] * keys.shape[2] * (keys.shape[3] + values.shape[3])
+
+
+_KEPT_STEP_ = register(
+    "kept_step_(Tensor q, Tensor k, Tensor v, Tensor log_input_gate, Tensor? log_decay, Tensor(a!) slot_keys, "
+    "Tensor(b!) slot_values, Tensor(c!) slot_factors, Tensor(d!) slot_positions, Tensor token_positions, Tensor? token_count, "
+    "int kept, int window, int block, float scale) -> (Tensor o, Tensor lse)",
+    _kept_step_,
+    _fake_kept_step_,
+    kernel_of="q v",
+    covers=_covers_step,
+    flops=_kept_step_flops,
+)
+refuse_gradient(_KEPT_STEP_, refuse_to_record, written=slice(5, 9))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def decode_step_(
         RuntimeError: a gradient would have to be recorded.
     """
     tensors = (q, k, v, kv_state, k_sum, mask, log_decay, log_input_gate)
-    return _in_place(_DECODE_STEP_, tensors, (kv_state, k_sum), score)
+    return in_place(_DECODE_STEP_, tensors, (kv_state, k_sum), score)
 
 
 def buffered_step_(
@@ -84,13 +86,11 @@ def buffered_step_(
     k, v, *accompanying = token
     *others, gates = local
     written = (*sums, *others, buffered, gates)
-    return _in_place(_BUFFERED_STEP_, (q, k, v, *written, *accompanying), written, (exact_window, *score))
+    return in_place(_BUFFERED_STEP_, (q, k, v, *written, *accompanying), written, (exact_window, *score))
 
 
-def _in_place(
-    operator: Operator, tensors: tuple[Tensor | None, ...], written: tuple[Tensor | None, ...], options: tuple
-) -> Tensor:
-    """Calls an operator that overwrites the tensors `written`; returns the output."""
+def in_place(operator: Operator, tensors: tuple[Tensor | None, ...], written: tuple[Tensor | None, ...], options: tuple) -> Any:
+    """Calls an operator that overwrites the tensors `written`; returns its results."""
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return operator(*tensors, *options)

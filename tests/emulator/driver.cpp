@@ -289,6 +289,22 @@ void run_gather(bool backward) {
   workspace.check();
 }
 
+void run_kept_step() {
+  KeptStepParams p{};
+  const Given &q = tensor("q"), &keys = tensor("keys"), &values = tensor("values");
+  const auto size = [](const Given& x, int i) { return static_cast<int>(x.sizes[i]); };
+  p.b = size(q, 0), p.h = size(q, 1), p.hk = size(keys, 1), p.slots = size(keys, 2), p.d = size(keys, 3), p.dv = size(values, 3);
+  p.kept = integer("kept", 1), p.window = integer("window", 1), p.block = integer("block", 1);
+  p.scale = static_cast<float>(number("scale", 1));
+  p.math = static_cast<MathMode>(integer("math", 0)), p.aligned = integer("aligned", 1) != 0;
+  take("q", p.q, p.q_stride), take("k", p.k, p.k_stride), take("v", p.v, p.v_stride);
+  take("gate", p.log_input_gate, p.log_input_gate_stride), take("log_decay", p.log_decay, p.log_decay_stride);
+  take("token_positions", p.token_positions), take("token_count", p.token_count);
+  take("keys", p.keys), take("values", p.values), take("log_factors", p.log_factors), take("positions", p.positions);
+  take("o", p.o), take("lse", p.lse);
+  launch_kept_step(p, nullptr);
+}
+
 // As bindings/rotary.cpp.
 void run_rotary_factors() {
   RotaryParams p{};
@@ -325,6 +341,7 @@ const char* emulator_run(const char* algorithm, int backward) {
     if (name == "join_heads") return run_join_heads(backward != 0), error.c_str();
     if (name == "largest_so_far") return run_choice(), error.c_str();
     if (name == "gather_kept") return run_gather(backward != 0), error.c_str();
+    if (name == "kept_step") return run_kept_step(), error.c_str();
     if (name == "rotary_factors") return run_rotary_factors(), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
     if (backward != 0) {
