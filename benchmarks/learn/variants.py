@@ -156,6 +156,9 @@ VARIANTS = {
     "kept_keys": Variant("p = 2, all parts, 256 kept keys", parts=KEPT),
     "kept_keys_wide": Variant("p = 2, all parts, 256 kept keys, half as many heads", parts=KEPT, wide=True),
     "kept_keys_512": Variant("p = 2, all parts, 512 kept keys", parts=KEPT | {"kept_keys": 512}),
+    "kept_keys_wide_1024": Variant(
+        "p = 2, all parts, 1024 kept keys, half as many heads", parts=KEPT | {"kept_keys": 1024}, wide=True
+    ),
     "hybrid_kept_keys": Variant(
         "p = 2, all parts, 256 kept keys; softmax in layers 3 and 6 of 8",
         parts=KEPT,

@@ -340,8 +340,9 @@ class _WholeBlocks:
 
     def _cut(self, x: Tensor, before: int) -> Tensor:
         """Returns x (b, n, ...) behind `before` zeros, as (b, count, B, ...). Zeros fill the last block."""
-        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, -self.n % _BLOCK))
-        return (padded[:, : padded.shape[1] - before] if before > 0 else padded).unflatten(1, (self.count, _BLOCK))
+        places = self.count * _BLOCK
+        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (before, places - self.n))
+        return (padded[:, :places] if before > 0 else padded).unflatten(1, (self.count, _BLOCK))
 
     def queries(self, x: Tensor) -> Tensor:
         return self._cut(x.transpose(1, 2), 0).flatten(0, 1).transpose(1, 2)
