@@ -1,5 +1,5 @@
-// The choice is a prefix scan over the blocks: after round r, the list of a block has the keys of 2^r blocks. A list is sorted, and
-// lists of two ranges of blocks are merged.
+// The choice is a prefix scan over the blocks. After round r, the list of a block has the `count` keys of the largest rank of up to 2^r
+// blocks. A list is sorted, and lists of two ranges of blocks are merged.
 
 #include "core/launch.h"
 #include "kept/kept.h"

@@ -4,17 +4,13 @@
 #include "core/dtype.h"
 #include "core/heads.h"
 #include "core/launch.h"
+#include "core/vector.h"
 #include "kept/kept.h"
 
 namespace fastmax {
 namespace {
 
 constexpr int kThreads = 256;
-
-template <class Element, int kElements>
-struct alignas(kElements * sizeof(Element)) Vector {
-  Element x[kElements];
-};
 
 // Returns the key of a place of a block, or -1. head: of the flattened batch and heads.
 __device__ __forceinline__ int key_at(const PlacesParams& p, int head, int block, int place) {

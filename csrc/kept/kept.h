@@ -56,13 +56,14 @@ struct GatherParams : PlacesParams {
   const double* log_factor;  // (b, hk, m)
   Stride k_stride, v_stride, log_factor_stride;  // unit stride in the last dimension of k and v
 
-  // Contiguous, with a batch entry for each block: (b * blocks, hk, kept + block, ...). Where a place has no key they are 0.
+  // Contiguous, with a batch entry for each block: (b * blocks, hk, kept + block, ...). Where a place has no key, rows and gates are 0.
   void* keys;
   void* values;
-  float* gate;       // log_factor less the least log_factor of this place and the later ones; without decays, log_factor
-  float* log_decay;  // the least log_factor of the place before it and all later ones, less that from it on. Null without decays
-  double* least;     // (b * blocks, hk, block): of the last places, the least log_factor from it on. Null without decays
-  bool* has_key;     // (b * blocks, kept + block), which is the same in all heads
+  float* gate;  // log_factor less D_i; without decays, log_factor
+  // D_(i-1) - D_i, where D_i is the least log_factor of place i and all later ones; 0 if i = 0 or no key follows. Null without decays
+  float* log_decay;
+  double* least;  // (b * blocks, hk, block): D of the last places, 0 where no key follows. Null without decays
+  bool* has_key;  // (b * blocks, kept + block), which is the same in all heads
 };
 
 void launch_gather(const GatherParams& p, cudaStream_t stream);

@@ -4,6 +4,7 @@
 #include "core/dtype.h"
 #include "core/heads.h"
 #include "core/launch.h"
+#include "core/vector.h"
 #include "kept/kept.h"
 
 namespace fastmax {
@@ -12,11 +13,6 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr double kLeastDecay = -1000.0;  // whose exp is 0, in float64 too
 constexpr int kMaxWidth = kThreads;      // of q, k and v
-
-template <class Element, int kElements>
-struct alignas(kElements * sizeof(Element)) Vector {
-  Element x[kElements];
-};
 
 // Returns combine(...) of x of all threads. The threads share `warps`, which the next call may overwrite.
 template <class T, class Combine>

@@ -7,6 +7,7 @@
 #include "core/heads.h"
 #include "core/launch.h"
 #include "core/score.h"
+#include "core/vector.h"
 
 namespace fastmax {
 namespace {
@@ -37,19 +38,17 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
   const float local_factor = of_local / total, global_factor = of_global / total;
   if (lane == 0) *lse = base + logf(total);
 
-  struct alignas(kElements * sizeof(Element)) Vector {
-    Element x[kElements];
-  };
+  using Words = Vector<Element, kElements>;
   Element* o = head_of<Element>(p.o, p.o_stride, batch, head) + row * p.o_stride.token;
   const Element* o_global = head_of<Element>(p.o_global, p.o_global_stride, batch, head) + row * p.o_global_stride.token;
   for (int c = kElements * lane; c < p.dv; c += kElements * lanes) {
-    Vector x = *reinterpret_cast<const Vector*>(o + c);
-    const Vector y = *reinterpret_cast<const Vector*>(o_global + c);
+    Words x = *reinterpret_cast<const Words*>(o + c);
+    const Words y = *reinterpret_cast<const Words*>(o_global + c);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       x.x[i] = from_float<Element>(fmaf(local_factor, to_float(x.x[i]), global_factor * to_float(y.x[i])));
     }
-    *reinterpret_cast<Vector*>(o + c) = x;
+    *reinterpret_cast<Words*>(o + c) = x;
   }
 }
 

@@ -55,8 +55,8 @@ def gather_kept(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the keys that each block weighs by exp of their score, with a batch entry for each block.
 
-    A block has K + B places: K kept keys, then B = `block` recent ones, which are consecutive. Where a place has no key, all
-    results are 0. Differentiable any number of times, with respect to k, v and log_factor.
+    A block has K + B places: K kept keys, then B = `block` recent ones, which are consecutive. Where a place has no key, its
+    rows and its gate are 0. Differentiable any number of times, with respect to k, v and log_factor.
 
     Args:
         k, v, log_factor: (b, hk, m, d), (b, hk, m, dv) and float64 (b, hk, m). log_factor is the log of what multiplies exp of

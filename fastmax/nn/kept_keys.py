@@ -305,7 +305,7 @@ def _candidates_at(log_factor: Tensor, begin: Tensor, origin: Tensor, window: in
 
 
 def _recent_keys(begin: Tensor, index: Tensor, length: Tensor, window: int) -> Tensor:
-    """Returns the keys at W positions before the queries of each block, as `ops.gather_kept` takes them.
+    """Returns which keys are W positions before each query of a block, as `ops.gather_kept` takes them.
 
     Args:
         begin: position of the first query of each block in its sequence, (b or 1, blocks).

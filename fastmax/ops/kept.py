@@ -1,6 +1,6 @@
 """Operators of `fastmax.nn.kept_keys`.
 
-`largest_so_far` chooses the keys that each block keeps, `gather_kept` and its gradient gather their rows, and `kept_step_` is a
+`largest_so_far` chooses the keys that each block keeps. `gather_kept` gathers their rows and has a gradient. `kept_step_` is a
 step of a state, in place.
 """
 
