@@ -48,12 +48,14 @@ class Case:
     algorithm: str = "linear"
     dtype: str = "bf16"
     decay: bool = False
+    gate: bool = False
     exact_window: int = 0
     mode: str = "fwd+bwd"  # or memory
     at_least: float = 0.0  # share of one GPU's rate, the target
 
     def label(self) -> str:
-        options = [*(["decay"] if self.decay else []), *([f"window {self.exact_window}"] if self.exact_window else [])]
+        given = {"decay": self.decay, "gate": self.gate, f"window {self.exact_window}": self.exact_window > 0}
+        options = [name for name, has in given.items() if has]
         where = "in all" if self.mode == "memory" else "a GPU"
         return " ".join([self.algorithm, self.dtype, f"(1,{self.heads},{self.tokens} {where},{self.head_dim})", *options])
 
@@ -70,14 +72,16 @@ CASES = {
         Case(65536, 128, at_least=0.95),
         Case(65536, 64, decay=True),
         Case(65536, 64, decay=True, exact_window=256),
+        Case(65536, 64, decay=True, gate=True, exact_window=256),
         Case(65536, 64, heads=16, algorithm="softmax", at_least=0.90),
+        Case(65536, 64, heads=16, algorithm="softmax", decay=True, gate=True),
         Case(65536, 64, heads=16, algorithm="quadratic"),
         Case(2**20, 64, heads=16, mode="memory"),  # on one GPU; on several, tokens of all together
     ),
     "cpu": (
         Case(2048, 32, heads=2, dtype="fp32"),
-        Case(512, 32, heads=2, dtype="fp32", decay=True, exact_window=16),
-        Case(512, 32, heads=2, dtype="fp32", algorithm="softmax"),
+        Case(512, 32, heads=2, dtype="fp32", decay=True, gate=True, exact_window=16),
+        Case(512, 32, heads=2, dtype="fp32", algorithm="softmax", gate=True),
         Case(512, 32, heads=2, dtype="fp32", algorithm="quadratic", decay=True),
         Case(4096, 32, heads=2, dtype="fp32", mode="memory"),
     ),
@@ -87,7 +91,8 @@ CASES = {
 def attend(case: Case, tensors: dict[str, Tensor], layout: Layout | None) -> Tensor:
     """Computes attention over one rank's tokens, or with a layout over those of all ranks."""
     over_ranks = {} if layout is None else {"layout": layout}
-    options = {"causal": True, "log_decay": tensors.get("log_decay")} | over_ranks
+    of_keys = {name: tensors.get(name) for name in ("log_decay", "log_input_gate")}
+    options = {"causal": True} | of_keys | over_ranks
     q, k, v = (tensors[name] for name in "qkv")
     if case.algorithm == "softmax":
         return (flash_attention if layout is None else context_parallel_flash_attention)(q, k, v, **options)
@@ -101,6 +106,8 @@ def make_inputs(case: Case, tokens: int, device: torch.device, seed: int) -> dic
     tensors = {name: torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype]) for name in "qkvg"}
     if case.decay:
         tensors["log_decay"] = -0.01 * torch.rand(shape[:3], generator=generator, device=device)
+    if case.gate:
+        tensors["log_input_gate"] = torch.randn(shape[:3], generator=generator, device=device)
     return {name: x.requires_grad_(name != "g") for name, x in tensors.items()}
 
 
@@ -199,7 +206,8 @@ def _peak(call: Call, device: torch.device) -> Spread:
 def _bytes(case: Case, layout: Layout, rank: int) -> int:
     """Returns the bytes received in forward and backward, by formula."""
     sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}
-    return sum(exchanged_bytes(layout, rank, **sizes, algorithm=case.algorithm, log_decay=case.decay))
+    of_keys = {"log_decay": case.decay, "log_input_gate": case.gate}
+    return sum(exchanged_bytes(layout, rank, **sizes, **of_keys, algorithm=case.algorithm))
 
 
 def _work(case: Case, world: int) -> int:

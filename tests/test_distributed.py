@@ -277,7 +277,12 @@ def test_tokens_that_lie_together_are_not_copied(ranks, decay):
 
 @pytest.mark.parametrize(
     ("algorithm", "sizes"),
-    [("linear", {"decay": True, "exact_window": 5}), ("softmax", {}), ("quadratic", {}), ("linear", {"mode": "memory"})],
+    [
+        ("linear", {"decay": True, "gate": True, "exact_window": 5}),
+        ("softmax", {"gate": True}),
+        ("quadratic", {}),
+        ("linear", {"mode": "memory"}),
+    ],
 )
 def test_the_benchmark_measures_and_checks(ranks, algorithm, sizes):
     for rows in ranks.run(measured, algorithm, sizes):
