@@ -199,9 +199,9 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   const OptionalTensor& none = kNotGiven;
   check_inputs({q_in, k_in, v_in, none, log_decay, log_input_gate, none, none}, scale, /*causal=*/true);
   check_kernels_cover({q_in, k_in, v_in, none, log_decay, log_input_gate, none, none});
-  const int64_t b = q_in.size(0), h = q_in.size(1), hk = k_in.size(1), d = q_in.size(3), dv = v_in.size(3), slots = keys.size(2);
   FASTMAX_CHECK(q_in.size(2) == 1 && k_in.size(2) == 1, "q and k must have one token, got ", q_in.size(2), " and ", k_in.size(2));
   FASTMAX_CHECK(keys.dim() == 4, "slot_keys must be 4-dimensional, got ", keys.dim(), " dimensions");
+  const int64_t b = q_in.size(0), h = q_in.size(1), hk = k_in.size(1), d = q_in.size(3), dv = v_in.size(3), slots = keys.size(2);
   FASTMAX_CHECK(slots <= kMaxSlots, "slot_keys must have at most ", kMaxSlots, " slots for the CUDA kernels, got ", slots);
   const auto check_slots = [&](const char* name, const Tensor& x, ScalarType dtype) {
     check_device(name, x, q_in);
