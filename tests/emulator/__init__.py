@@ -63,7 +63,7 @@ HOST = (
 # Compiler options for the emulator's own sources, which take most of the time of a run. The second option lets the compiler
 # inline functions of a shared library.
 OWN = ("-O3", "-fno-semantic-interposition")
-MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
+MATH_MODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}
 
 
 class EmulatorError(RuntimeError):
