@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastmax import eager
 from fastmax.ops import extension, kept, normalization, row_softmax, steps
 from fastmax.ops.registration import OPERATORS, Operator
 
@@ -331,6 +332,7 @@ def test_limits_are_those_of_the_kernels():
     assert number("decode/buffered.h", r"kMaxBufferedPlaces = (\d+)") == steps._MAX_PLACES
     assert number("kept/kept.h", r"kMaxKept = (\d+)") == kept._MAX_KEPT
     assert number("kept/kept.h", r"kMaxSlots = (\d+)") == kept._MAX_SLOTS
+    assert number("kept/step.cu", r"kLeastDecay = (.+?);") == eager.LEAST_DECAY
     assert number("kept/kept.h", r"kMaxCandidates = (\d+)") == kept._MAX_CANDIDATES
     assert (
         "kMaxSoftmaxWidth = int64_t{1} << 30;" in (csrc / "softmax/softmax.h").read_text() and row_softmax._MAX_WIDTH == 1 << 30

@@ -101,9 +101,6 @@ void print_call(const char* name, const PlacesParams& p) {
                p.block, p.kept, p.d, p.dv, p.aligned ? "" : ", unaligned");
 }
 
-// Returns x if the elements of its rows are contiguous, else a copy.
-Tensor with_dense_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : dense_copy(x, x.scalar_type()); }
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gather_kept(const Tensor& k, const Tensor& v, const Tensor& log_factor,
                                                                        const Tensor& kept, const Tensor& recent_keys, int64_t block, bool decays) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("k", k));
@@ -188,9 +185,6 @@ std::tuple<Tensor, Tensor, Tensor> gather_kept_backward(const Tensor& kept, cons
   return {grad_k, grad_v, grad_log_factor};
 }
 
-// Strides of x (b, heads, 1, columns) or (b, heads, 1), whose only token is the first.
-Stride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), 0}; }
-
 std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& log_input_gate,
                                      const OptionalTensor& log_decay, const Tensor& keys, const Tensor& values, const Tensor& factors,
                                      const Tensor& key_positions, const Tensor& token_positions, const OptionalTensor& token_count,
@@ -203,18 +197,18 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   FASTMAX_CHECK(keys.dim() == 4, "slot_keys must be 4-dimensional, got ", keys.dim(), " dimensions");
   const int64_t b = q_in.size(0), h = q_in.size(1), hk = k_in.size(1), d = q_in.size(3), dv = v_in.size(3), slots = keys.size(2);
   FASTMAX_CHECK(slots <= kMaxSlots, "slot_keys must have at most ", kMaxSlots, " slots for the CUDA kernels, got ", slots);
-  const auto check_slots = [&](const char* name, const Tensor& x, ScalarType dtype) {
+  const auto check_slots = [&](const char* name, const Tensor& x, ScalarType dtype, const char* dtype_name) {
     check_device(name, x, q_in);
-    FASTMAX_CHECK(x.scalar_type() == dtype, name, " has the wrong dtype");
+    check_dtype(name, x, dtype, dtype_name);
     FASTMAX_CHECK(x.is_contiguous(), name, " must be contiguous for the CUDA kernels");
   };
-  check_slots("slot_keys", keys, q_in.scalar_type());
+  check_slots("slot_keys", keys, q_in.scalar_type(), "in q's dtype");
   check_shape("slot_keys", keys, {b, hk, slots, d});
-  check_slots("slot_values", values, q_in.scalar_type());
+  check_slots("slot_values", values, q_in.scalar_type(), "in q's dtype");
   check_shape("slot_values", values, {b, hk, slots, dv});
-  check_slots("slot_factors", factors, ScalarType::Double);
+  check_slots("slot_factors", factors, ScalarType::Double, "float64");
   check_shape("slot_factors", factors, {b, hk, slots});
-  check_slots("slot_positions", key_positions, ScalarType::Long);
+  check_slots("slot_positions", key_positions, ScalarType::Long, "int64");
   check_shape("slot_positions", key_positions, {b, hk, slots});
   check_device("token_positions", token_positions, q_in);
   check_shape("token_positions", token_positions, {b});
@@ -242,12 +236,12 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   p.scale = static_cast<float>(scale);
   p.math = math_mode(q_in.scalar_type(), /*allow_tf32=*/false);
   p.aligned = is_aligned(keys);
-  p.q = q.data_ptr(), p.q_stride = token_stride(q);
-  p.k = k.data_ptr(), p.k_stride = token_stride(k);
-  p.v = v.data_ptr(), p.v_stride = token_stride(v);
-  p.log_input_gate = static_cast<const float*>(log_input_gate.data_ptr()), p.log_input_gate_stride = token_stride(log_input_gate);
+  p.q = q.data_ptr(), p.q_stride = stride_of(q);
+  p.k = k.data_ptr(), p.k_stride = stride_of(k);
+  p.v = v.data_ptr(), p.v_stride = stride_of(v);
+  p.log_input_gate = static_cast<const float*>(log_input_gate.data_ptr()), p.log_input_gate_stride = stride_of(log_input_gate);
   if (log_decay.has_value()) {
-    p.log_decay = static_cast<const float*>(log_decay->data_ptr()), p.log_decay_stride = token_stride(*log_decay);
+    p.log_decay = static_cast<const float*>(log_decay->data_ptr()), p.log_decay_stride = stride_of(*log_decay);
   }
   p.token_positions = static_cast<const int64_t*>(positions.data_ptr());
   if (count.has_value()) p.token_count = static_cast<const int64_t*>(count->data_ptr());

@@ -31,6 +31,12 @@ inline Tensor dense_copy(const Tensor& x, ScalarType dtype) {
   return torch::stable::copy_(copy, x);
 }
 
+// Whether the elements of each row are contiguous.
+inline bool has_dense_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1; }
+
+// Returns x (b, h, tokens, d) if its rows are dense, else a contiguous copy.
+inline Tensor with_dense_rows(const Tensor& x) { return has_dense_rows(x) ? x : dense_copy(x, x.scalar_type()); }
+
 inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : dense_copy(x, x.scalar_type()); }
 
 inline bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }

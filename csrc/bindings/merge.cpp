@@ -48,10 +48,10 @@ void merge(const Tensor& o, const Tensor& lse, const Tensor& o_global_in, const 
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("o", o));
   check_merge(o, lse, o_global_in, z_global);
   check_kernels_run_on("o", o);
-  FASTMAX_CHECK(o.stride(3) == 1 || o.size(3) == 1, "o must have unit stride in its last dimension");
+  FASTMAX_CHECK(has_dense_rows(o), "o must have unit stride in its last dimension");
 
   if (is_empty(z_global)) return;
-  const Tensor o_global = o_global_in.stride(3) == 1 || o_global_in.size(3) == 1 ? o_global_in : dense_copy(o_global_in, o.scalar_type());
+  const Tensor o_global = with_dense_rows(o_global_in);
   MergeParams p{};
   p.b = static_cast<int>(o.size(0)), p.h = static_cast<int>(o.size(1)), p.n = static_cast<int>(o.size(2));
   p.dv = static_cast<int>(o.size(3));

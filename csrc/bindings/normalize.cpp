@@ -52,7 +52,7 @@ void check_covered(const Tensor& q, const Tensor& k, double lim) {
 
 // Returns x if the elements of its rows are contiguous, else a copy.
 Tensor with_rows(const Tensor& x) {
-  if (x.stride(3) == 1 || x.size(3) == 1) return x;
+  if (has_dense_rows(x)) return x;
   Tensor copy = empty_like_layout(x, x.size(3));
   return torch::stable::copy_(copy, x);
 }

@@ -2,6 +2,7 @@
 // blocks. A list is sorted, and lists of two ranges of blocks are merged.
 
 #include "core/launch.h"
+#include "core/search.h"
 #include "kept/kept.h"
 
 namespace fastmax {
@@ -69,17 +70,6 @@ __global__ void __launch_bounds__(kThreads) sort_candidates_kernel(const ChoiceP
   }
 }
 
-// Returns how many of `count` ascending values are below x, or not above it.
-__device__ __forceinline__ int number_below(const double* values, int count, double x, bool or_equal) {
-  int low = 0, high = count;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (or_equal ? values[middle] <= x : values[middle] < x) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
 // Merges the list of each block with that of the block `reach` before it, if both are of one sequence. Of equal costs, those of the
 // later block come first.
 __global__ void __launch_bounds__(kThreads) merge_lists_kernel(const ChoiceParams p, const Lists from, const Lists to, const int reach) {
@@ -95,10 +85,10 @@ __global__ void __launch_bounds__(kThreads) merge_lists_kernel(const ChoiceParam
   }
   __syncthreads();
   for (int i = threadIdx.x; i < p.count; i += kThreads) {
-    const int place = i + number_below(before, p.count, later[i], false);
+    const int place = i + first_where(p.count, [&](int j) { return before[j] >= later[i]; });
     if (place < p.count) to.cost[own + place] = later[i], to.key[own + place] = from.key[own + i];
     if (!merges) continue;
-    const int place_before = i + number_below(later, p.count, before[i], true);
+    const int place_before = i + first_where(p.count, [&](int j) { return later[j] > before[i]; });
     if (place_before < p.count) to.cost[own + place_before] = before[i], to.key[own + place_before] = from.key[other + i];
   }
 }

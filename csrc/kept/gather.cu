@@ -1,9 +1,9 @@
 // The keys that each block of queries weighs by exp of their score, and the gradients of the keys.
 
-#include "core/dispatch.h"
 #include "core/dtype.h"
 #include "core/heads.h"
 #include "core/launch.h"
+#include "core/search.h"
 #include "core/vector.h"
 #include "kept/kept.h"
 
@@ -112,13 +112,8 @@ __global__ void __launch_bounds__(kThreads) next_places_kernel(const PlacesParam
   __syncthreads();
   for (int i = threadIdx.x; i < places; i += kThreads) {
     const int key = is_last ? -1 : key_at(p, head, block, i);
-    int low = 0, high = key < 0 ? 0 : p.kept;  // the first place that is not below the key
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (list[middle] < key) low = middle + 1;
-      else high = middle;
-    }
-    next[int64_t{blockIdx.x} * places + i] = key >= 0 && low < p.kept && list[low] == key ? low : -1;
+    const int place = key < 0 ? p.kept : first_where(p.kept, [&](int j) { return list[j] >= key; });
+    next[int64_t{blockIdx.x} * places + i] = place < p.kept && list[place] == key ? place : -1;
   }
 }
 
@@ -175,24 +170,13 @@ __global__ void __launch_bounds__(kThreads, 4) gather_backward_kernel(const Gath
                      p.grad_log_factor_stride.token, sums);
 }
 
-// Calls launch(Type<Math>, number of elements that are copied at once).
-template <class Launch>
-void dispatch_words(const PlacesParams& p, Launch launch) {
-  dispatch_math(p.math, [&](auto math) {
-    using Element = typename decltype(math)::type::Element;
-    constexpr int kWord = 16 / sizeof(Element);
-    if (p.aligned) launch(Element(), std::integral_constant<int, kWord>());
-    else launch(Element(), std::integral_constant<int, 1>());
-  });
-}
-
 int64_t number_of_blocks(const PlacesParams& p) { return int64_t{p.b} * p.hk * p.blocks; }
 
 }  // namespace
 
 void launch_gather(const GatherParams& p, cudaStream_t stream) {
   const size_t places = p.kept + p.block, bytes = places * (2 * sizeof(double) + sizeof(int)) + kThreads * sizeof(double);
-  dispatch_words(p, [&](auto element, auto elements) {
+  dispatch_words(p.math, p.aligned, [&](auto element, auto elements) {
     const auto kernel = gather_kernel<decltype(element), elements()>;
     launch_kernel("gather_kept", kernel, grid_1d(number_of_blocks(p)), kThreads, static_cast<int>(bytes), stream, p);
   });
@@ -207,7 +191,7 @@ void launch_gather_backward(const GatherBackwardParams& p, void* workspace, cuda
   const PlacesParams& places = p;
   launch_kernel("next_places", next_places_kernel, grid_1d(number_of_blocks(p)), kThreads, static_cast<int>(p.kept * sizeof(int)), stream, places,
                 next);
-  dispatch_words(p, [&](auto element, auto elements) {
+  dispatch_words(p.math, p.aligned, [&](auto element, auto elements) {
     constexpr int kElements = elements();
     const unsigned grid = grid_1d(int64_t{p.b} * p.hk * (p.d / kElements + p.dv / kElements + 1));
     const int bytes = static_cast<int>(2 * p.kept * kElements * sizeof(float));

@@ -1,6 +1,5 @@
 // A token of a layer with kept keys. A thread block has a key/value head, and its query heads one after the other.
 
-#include "core/dispatch.h"
 #include "core/dtype.h"
 #include "core/heads.h"
 #include "core/launch.h"
@@ -156,11 +155,8 @@ __global__ void __launch_bounds__(kThreads, 2) kept_step_kernel(const KeptStepPa
 
 void launch_kept_step(const KeptStepParams& p, cudaStream_t stream) {
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk);
-  dispatch_math(p.math, [&](auto math) {
-    using Element = typename decltype(math)::type::Element;
-    const auto launch = [&](auto kernel) { launch_kernel("kept_step", kernel, grid, kThreads, sizeof(Shared), stream, p); };
-    if (p.aligned) launch(kept_step_kernel<Element, 16 / sizeof(Element)>);
-    else launch(kept_step_kernel<Element, 1>);
+  dispatch_words(p.math, p.aligned, [&](auto element, auto elements) {
+    launch_kernel("kept_step", kept_step_kernel<decltype(element), elements()>, grid, kThreads, sizeof(Shared), stream, p);
   });
 }
 

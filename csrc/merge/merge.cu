@@ -2,7 +2,6 @@
 
 #include <cstdint>
 
-#include "core/dispatch.h"
 #include "core/dtype.h"
 #include "core/heads.h"
 #include "core/launch.h"
@@ -82,11 +81,7 @@ void launch(const MergeParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_merge(const MergeParams& p, cudaStream_t stream) {
-  dispatch_math(p.math, [&](auto math) {
-    using Element = typename decltype(math)::type::Element;
-    if (p.aligned) launch<Element, 16 / sizeof(Element)>(p, stream);
-    else launch<Element, 1>(p, stream);
-  });
+  dispatch_words(p.math, p.aligned, [&](auto element, auto elements) { launch<decltype(element), elements()>(p, stream); });
 }
 
 void launch_denominators(const DenominatorParams& p, cudaStream_t stream) {

@@ -1,6 +1,7 @@
 #include "quadratic/bounds.h"
 
 #include "core/launch.h"
+#include "core/search.h"
 #include "core/visibility.h"
 #include "decay/decay.h"
 
@@ -82,17 +83,6 @@ class DecayedBlocks {
   __device__ bool is_left(int query_block, int key_block) const {
     const float2 key = of_keys == nullptr ? sums[min(key_block * kBlock + kBlock, p.m) - 1] : of_keys[key_block];
     return decay(sums[position(query_block * kBlock) + p.lag], key) >= fully_decayed;
-  }
-  // The first index below `end` from which on `holds` is true; `end` if there is none.
-  template <class Holds>
-  __device__ static int first_where(int end, const Holds& holds) {
-    int begin = 0;
-    while (begin < end) {
-      const int middle = begin + (end - begin) / 2;
-      if (holds(middle)) end = middle;
-      else begin = middle + 1;
-    }
-    return begin;
   }
 };
 

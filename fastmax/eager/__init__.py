@@ -16,7 +16,15 @@ from fastmax.eager.decay import finite_decay, not_above_zero, sum_of_decays, sum
 from fastmax.eager.dispatch import algorithm_of
 from fastmax.eager.features import state_rows
 from fastmax.eager.input_gate import clamped as clamped_gate
-from fastmax.eager.kept import LEAST_DECAY, gather_kept, gather_kept_backward, kept_step, largest_so_far, must_be_chosen
+from fastmax.eager.kept import (
+    LEAST_DECAY,
+    gather_kept,
+    gather_kept_backward,
+    kept_step,
+    largest_so_far,
+    must_be_chosen,
+    slots_like,
+)
 from fastmax.eager.merge import merge_
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decay_to_last, decode_step, decode_step_, softmax_step, sums_of_weights
@@ -68,6 +76,7 @@ __all__ = [
     "normalize_tokens_backward",
     "not_above_zero",
     "recording",
+    "slots_like",
     "softmax_step",
     "state_of_keys",
     "state_of_queries",

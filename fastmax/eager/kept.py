@@ -82,11 +82,10 @@ def gather_kept(
     high = log_factor.to(wide)  # two float32 have the digits of a float64 that the choice needs
     low = (log_factor.detach() - high.detach()).to(wide)
     rows = torch.cat([k.to(wide), v.to(wide), high.unsqueeze(-1), low.unsqueeze(-1)], dim=-1)
+    table = rows.transpose(1, 2).flatten(0, 2)
     # A key in several places gets the gradients of all. `embedding` sums them in an order that does not change; `index_add` on
     # a GPU has none. One call takes all rows, since its backward sorts the index.
-    taken = F.embedding(_rows_of(index, m), rows.transpose(1, 2).flatten(0, 2)).flatten(
-        0, 1
-    )  # (b * blocks, hk, places, channels)
+    taken = F.embedding(_rows_of(index, m), table).flatten(0, 1)  # (b * blocks, hk, places, channels)
     missing = missing.transpose(1, 2).flatten(0, 1)
     taken = taken.masked_fill(missing.unsqueeze(-1), 0)  # a NaN there would reach the output, and the key may be a later one
     keys, values, high, low = taken.split([d, v.shape[3], 1, 1], dim=-1)
@@ -184,8 +183,7 @@ def kept_step(
     slot = key_positions.argmin(dim=-1, keepdim=True)  # one that is free
 
     def written(x: Tensor, new: Tensor) -> Tensor:
-        at = slot if x.dim() == 3 else slot.unsqueeze(-1).expand(-1, -1, 1, x.shape[3])
-        new = new.to(x.dtype)
+        at, new = slots_like(slot, x), new.to(x.dtype)
         if count is not None:
             new = torch.where(count.view(-1, *(1,) * (x.dim() - 1)) > 0, new, x.gather(2, at))
         return x.scatter_(2, at, new) if in_place else x.scatter(2, at, new)
@@ -205,6 +203,11 @@ def kept_step(
     dropped = candidate & torch.zeros_like(candidate).scatter(2, order, more.expand_as(order))
     left = key_positions.masked_fill(dropped, -1)
     return o, lse, (keys, values, log_factors, key_positions.copy_(left) if in_place else left)
+
+
+def slots_like(index: Tensor, x: Tensor) -> Tensor:
+    """Returns an index (b, hk, slots) as one of x (b, hk, ..., channels) or (b, hk, ...)."""
+    return index if x.dim() == 3 else index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
 
 
 def must_be_chosen(of_keys: Tensor, of_query: Tensor, window: int, block: int) -> Tensor:

@@ -197,7 +197,7 @@ def prefill(
     # All known keys in the order of their positions. Those that are not candidates yet have no gaps, so the one at a position
     # has the index `origin` + position. Log factors are those at the end of the state.
     order = state.positions.argsort(dim=-1)
-    of_slots = (x.gather(2, _like(order, x)) for x in state.tensors().values())
+    of_slots = (x.gather(2, eager.slots_like(order, x)) for x in state.tensors().values())
     of_new = positions.unsqueeze(-1) + torch.arange(n, device=q.device)
     of_tokens = k, v, log_factor, of_new.unsqueeze(1).expand(b, hk, n)
     known = KeptKeys(*(torch.cat(x, dim=2) for x in zip(of_slots, of_tokens, strict=True)))
@@ -234,7 +234,9 @@ def prefill(
     recent = torch.where(is_recent, recent + origin.unsqueeze(-1), -1)
     index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, -1)], dim=-1)
     free, index = index < 0, index.clamp(min=0)
-    filled = (x.gather(2, _like(index, x)).masked_fill(_like(free, x), 0) for x in known.tensors().values())
+    filled = (
+        x.gather(2, eager.slots_like(index, x)).masked_fill(eager.slots_like(free, x), 0) for x in known.tensors().values()
+    )
     next_state = KeptKeys(*filled)
     if sums is not None:
         next_state.log_factors = (next_state.log_factors + sums[..., -1:]).masked_fill(free, 0)
@@ -275,11 +277,6 @@ def step(
     return o, lse, state
 
 
-def _like(index: Tensor, x: Tensor) -> Tensor:
-    """Returns an index (b, hk, slots) as one of x (b, hk, ..., channels) or (b, hk, ...)."""
-    return index if x.dim() == 3 else index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
-
-
 def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:
@@ -304,13 +301,13 @@ def _candidates_at(log_factor: Tensor, begin: Tensor, origin: Tensor, window: in
     return torch.where((position >= 0).unsqueeze(1), rank, -torch.inf), index
 
 
-def _recent_keys(begin: Tensor, index: Tensor, length: Tensor, window: int) -> Tensor:
+def _recent_keys(begin: Tensor, index: Tensor, length: Tensor | int, window: int) -> Tensor:
     """Returns which keys are W positions before each query of a block, as `ops.gather_kept` takes them.
 
     Args:
         begin: position of the first query of each block in its sequence, (b or 1, blocks).
         index: of the key at this position among all keys, likewise.
-        length: number of positions of the sequence, (b or 1, blocks or 1).
+        length: number of positions of the sequence, (b or 1, blocks or 1), or one for all.
     """
     there_are = ((window - begin).clamp(0, _BLOCK), (length + window - begin).clamp(0, _BLOCK))
     return torch.stack([index - window, *there_are], dim=-1)
@@ -336,7 +333,7 @@ class _WholeBlocks:
         self.n, self.window, self.count = n, window, -(-n // _BLOCK)
         self.earlier = torch.arange(self.count, device=device)
         begin = (self.earlier * _BLOCK).unsqueeze(0)
-        self.recent_keys = _recent_keys(begin, begin, begin.new_full((1, 1), n), window)
+        self.recent_keys = _recent_keys(begin, begin, n, window)
 
     def _cut(self, x: Tensor, before: int) -> Tensor:
         """Returns x (b, n, ...) behind `before` zeros, as (b, count, B, ...). Zeros fill the last block."""
