@@ -1,4 +1,8 @@
-"""Conversion: `fastmax.convert` swaps the attention of a trained softmax model; the loss after each stage."""
+"""Conversion: `fastmax.convert` swaps the attention of a trained softmax model; the loss after each stage.
+
+The variants of a setting are compared with each other, so all of a seed need the same softmax model. It is saved beside the
+text, and training it again on another machine gives another one.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +53,13 @@ VARIANTS = {
     ),
     "hybrid": Conversion("three layers of four, with decay", {"decay": True, "layers": [0, 1, 2, 4, 5, 6]}, transfer=NORMS),
 }
+# What follows the size of the model in the name of a setting -> its variants
+COMPARED = {"": tuple(name for name in VARIANTS if name != "kept_keys"), ", kept keys": ("softmax", "kept_keys")}
 
 
 def runs(device: torch.device) -> list[Run]:
-    return [Run(variant, equal_steps.setting_of(device), LEARNING_RATE, 1, 45.0) for variant in VARIANTS]
+    size = equal_steps.setting_of(device)
+    return [Run(variant, size + named, LEARNING_RATE, 1, 45.0) for named, variants in COMPARED.items() for variant in variants]
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
@@ -60,7 +67,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
 
     `at` is the number of steps since the swap.
     """
-    setting, conversion = equal_steps.SETTINGS[run.setting], VARIANTS[run.variant]
+    setting, conversion = equal_steps.SETTINGS[run.setting.partition(",")[0]], VARIANTS[run.variant]
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.final)
     gpt = trained_teacher(setting, run.seed, place)
@@ -132,4 +139,4 @@ def teacher_path(setting: language.Setting, seed: int, place: Place, described: 
     return place.data.with_name(f"{place.data.stem}-{digest}-{TEACHER}-{setting.n_embd}-{steps}-{seed}.pt")
 
 
-EXPERIMENT = Experiment(__doc__, runs, execute)
+EXPERIMENT = Experiment(__doc__.partition("\n")[0], runs, execute)
