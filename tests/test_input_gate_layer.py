@@ -159,8 +159,8 @@ def test_a_state_without_gates_gets_them():
     assert state.attention.local_gates is None
     layer.input_gate_proj = gate
     for rest in (in_pieces(layer, x[:, 6:], [7], state)[0], in_pieces(layer, x[:, 6:], [1] * 7, state)[0]):
-        q, k, v, log_decay, _ = layer._heads(x, None, None, None)
-        gates = layer._log_input_gate(x)
+        q, k, v, _ = layer._heads(x, None, None, None)
+        log_decay, gates = layer._log_gates(x, None)
         gates[:, :, :6] = 0.0
         o = fastmax_attention(q, k, v, causal=True, log_decay=log_decay, log_input_gate=gates, **layer.options)
         torch.testing.assert_close(torch.cat([y, rest], dim=1), layer._output(o, x), rtol=1e-8, atol=1e-9)

@@ -101,7 +101,8 @@ def test_gated_softmax_without_a_gate_is_softmax():
 
 
 def heads(layer: memories.Memory, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    q, k, v, log_decay, _ = layer._heads(x, None, None, None)
+    q, k, v, _ = layer._heads(x, None, None, None)
+    log_decay, _ = layer._log_gates(x, None)
     return q, k, v, torch.zeros(q.shape[:3], dtype=q.dtype) if log_decay is None else log_decay
 
 
@@ -264,7 +265,7 @@ def test_kept_keys(layer, options, monkeypatch):
     layer = randomised(layer(16, 2, kept=3, **options, **OPTIONS))
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     gate = layer._gate(x)
-    sums = layer._heads(x, None, None, None)[3].cumsum(-1)
+    sums = layer._log_gates(x, None)[0].cumsum(-1)
     rank = gate
     if isinstance(layer, memories.KeptByResidual):
         forgetful = memories.DeltaMemory(16, 2, decay=False, **OPTIONS).double()

@@ -311,7 +311,8 @@ class Memory(fastmax.FastmaxSelfAttention):
     def forward(self, x: Tensor, state: None = None, *, cu_seqlens: None = None, attention_mask: None = None) -> Tensor:
         if any(given is not None for given in (state, cu_seqlens, attention_mask)):
             raise ValueError("this layer takes whole sequences alone")
-        q, k, v, log_decay, _ = self._heads(x, None, None, None)
+        q, k, v, _ = self._heads(x, None, None, None)
+        log_decay, _ = self._log_gates(x, None)
         return self._output(self._outside_graphs(x, q, k, v, log_decay), x)
 
     @torch.compiler.disable  # FlexAttention is compiled on its own, for each length

@@ -283,7 +283,7 @@ class SDPASelfAttention(fastmax.FastmaxSelfAttention):
     def forward(self, x: Tensor, state: None = None, *, cu_seqlens: None = None, attention_mask: None = None) -> Tensor:
         if any(given is not None for given in (state, cu_seqlens, attention_mask)):
             raise ValueError("this layer takes whole sequences alone")
-        q, k, v, _, _ = self._heads(x, None, None, None)
+        q, k, v, _ = self._heads(x, None, None, None)
         return self._output(F.scaled_dot_product_attention(q, k, v, is_causal=True), x)
 
 

@@ -19,12 +19,33 @@ def log_decay_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight: (heads, embed_dim).
         bias: (heads,).
     """
-    return F.logsigmoid(_per_head(x, weight, bias))
+    return _log_decay(_per_head(x, weight, bias))
 
 
 def log_input_gate_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Returns log input gates (b, n, heads), at most INPUT_GATE_BOUND in size. Arguments and dtype are as in `log_decay_of`."""
-    return INPUT_GATE_BOUND * torch.tanh(_per_head(x, weight, bias) / INPUT_GATE_BOUND)
+    return _log_input_gate(_per_head(x, weight, bias))
+
+
+def log_gates_of(x: Tensor, decay: nn.Linear | None, input_gate: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the results of `log_decay_of` and `log_input_gate_of` for two linear maps, None where there is none.
+
+    Two maps become one, which reads x once and has one gradient of x.
+    """
+    if decay is None or input_gate is None:
+        log_decay = None if decay is None else log_decay_of(x, decay.weight, decay.bias)
+        return log_decay, None if input_gate is None else log_input_gate_of(x, input_gate.weight, input_gate.bias)
+    weight, bias = (torch.cat([getattr(linear, name) for linear in (decay, input_gate)]) for name in ("weight", "bias"))
+    of_decay, of_gate = _per_head(x, weight, bias).split([len(decay.weight), len(input_gate.weight)], dim=-1)
+    return _log_decay(of_decay), _log_input_gate(of_gate)
+
+
+def _log_decay(y: Tensor) -> Tensor:
+    return F.logsigmoid(y)
+
+
+def _log_input_gate(y: Tensor) -> Tensor:
+    return INPUT_GATE_BOUND * torch.tanh(y / INPUT_GATE_BOUND)
 
 
 def _per_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fastmax.decoding.parallel_prefill import prefill_with_lse
 from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import kept_keys, key_value_cache
-from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of, log_input_gate_of, zero_gate
+from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_gates_of, zero_gate
 from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
@@ -439,9 +439,9 @@ class FastmaxSelfAttention(nn.Module):
         if cu_seqlens is not None and state is not None:
             packed = PackedPlaces.of(cu_seqlens, x.shape[1], None if order is None else order.count)
         count = None if order is None else order.count
-        q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
+        q, k, v, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
+        log_decay, gate = self._log_gates(x, mask)
         options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
-        gate = self._log_input_gate(x)
         if state is None:
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "attention_mask": mask}
@@ -507,9 +507,9 @@ class FastmaxSelfAttention(nn.Module):
         count = None
         if attention_mask is not None:
             x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
-        q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
+        q, k, v, recent = self._heads(x, state, None, attention_mask, count=count)
+        log_decay, gate = self._log_gates(x, attention_mask)
         assert isinstance(state.attention, DecodeState)  # checked above
-        gate = self._log_input_gate(x)
         token = {"log_decay": log_decay, "log_input_gate": gate, "attention_mask": attention_mask}
         o, lse = step_with_lse_(q, k, v, state.attention, **token)
         if state.kept is not None:
@@ -589,8 +589,8 @@ class FastmaxSelfAttention(nn.Module):
         context: ParallelContext | None = None,
         packed: PackedPlaces | None = None,
         count: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns q (b, h, n, d), k and v (b, hk, n, d), log_decay (b, hk, n), and the last inputs of the convolution.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns q (b, h, n, d), k and v (b, hk, n, d), and the last inputs of the convolution.
 
         Args:
             packed: the packed sequences of `cu_seqlens`; only with a state.
@@ -648,7 +648,7 @@ class FastmaxSelfAttention(nn.Module):
             *(0.0 if norm is None else norm.eps for norm in (self.q_norm, self.k_norm)),
         )
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
-        return q, k, v, self._log_decay(x, mask), recent
+        return q, k, v, recent
 
     def _may_fuse(self, state: SelfAttentionState | None) -> bool:
         """Returns whether kernels may compute what is around attention. They have no derivatives but the first.
@@ -674,19 +674,16 @@ class FastmaxSelfAttention(nn.Module):
         has_parts = self.rope_dim > 0 or any(x is not None for x in weights)  # else the heads are views of qkv
         return has_parts and ops.fuses_split_heads(qkv, self.head_dim, self.value_dim, *weights)
 
-    def _log_decay(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        if self.decay_proj is None:
-            return None
-        log_decay = log_decay_of(x, self.decay_proj.weight, self.decay_proj.bias)
-        if mask is not None:
-            log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
-        return log_decay.transpose(1, 2)
+    def _log_gates(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Returns log_decay and log_input_gate, each (b, hk, n), None for a gate that the layer does not have.
 
-    def _log_input_gate(self, x: Tensor) -> Tensor | None:
-        """Returns log_input_gate (b, hk, n). Masked tokens need none, since no query weighs their keys."""
-        if self.input_gate_proj is None:
-            return None
-        return log_input_gate_of(x, self.input_gate_proj.weight, self.input_gate_proj.bias).transpose(1, 2)
+        Masked tokens do not decay. They need no input gate, since no query weighs their keys.
+        """
+        log_decay, log_input_gate = log_gates_of(x, self.decay_proj, self.input_gate_proj)
+        if log_decay is not None and mask is not None:
+            log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
+        of_heads = (None if gate is None else gate.transpose(1, 2) for gate in (log_decay, log_input_gate))
+        return next(of_heads), next(of_heads)
 
     def _output(self, o: Tensor, x: Tensor, state: SelfAttentionState | None = None) -> Tensor:
         gate = None if self.gate_proj is None else self.gate_proj(x)
