@@ -52,12 +52,20 @@ __device__ __forceinline__ void least_from_each_on(double* values, int count, do
 template <class Element, int kElements>
 __device__ __forceinline__ void copy_rows(const Element* from, int64_t stride, int width, const int* keys, int places, Element* to) {
   using Words = Vector<Element, kElements>;
-  const int words = width / kElements;
-  for (int i = threadIdx.x; i < places * words; i += kThreads) {
-    const int key = keys[i / words], column = i % words * kElements;
-    Words row{};
-    if (key >= 0) row = *reinterpret_cast<const Words*>(from + key * stride + column);
-    reinterpret_cast<Words*>(to)[i] = row;
+  constexpr int kInFlight = 4;
+  const int words = width / kElements, count = places * words;
+  for (int begin = threadIdx.x; begin < count; begin += kInFlight * kThreads) {
+    Words rows[kInFlight];
+#pragma unroll
+    for (int c = 0; c < kInFlight; ++c) {
+      const int i = begin + c * kThreads, key = i < count ? keys[i / words] : -1;
+      rows[c] = key < 0 ? Words{} : *reinterpret_cast<const Words*>(from + key * stride + i % words * kElements);
+    }
+#pragma unroll
+    for (int c = 0; c < kInFlight; ++c) {
+      const int i = begin + c * kThreads;
+      if (i < count) reinterpret_cast<Words*>(to)[i] = rows[c];
+    }
   }
 }
 
@@ -117,57 +125,78 @@ __global__ void __launch_bounds__(kThreads) next_places_kernel(const PlacesParam
   }
 }
 
-// Sums a few columns of the gradients of a head over its blocks. A key that a block keeps or has among its recent keys is in the next
-// block's list or in no later one, so the sums of all later blocks are those of the place there.
+// The places of a key in consecutive blocks, from its first place on. A key that a block keeps or has among its recent keys is in the next
+// block's list or in no later one.
+struct Chain {
+  const int* next;  // of the head, from block 0 on
+  int places, block, place;
+
+  // Goes on to the next block; returns whether it has the key.
+  __device__ __forceinline__ bool advance() {
+    place = next[int64_t{block} * places + place];
+    ++block;
+    return place >= 0;
+  }
+};
+
+// Returns the sum of the gradients of a few columns over the places of a key, in the order of the blocks.
 //
 // grad: of the head in block 0, from the first of the columns on; `block_stride` from block to block, `row` from place to place.
-// sums: of 2 * p.kept * kElements.
-template <int kElements, class Element, class Out>
-__device__ __forceinline__ void sum_over_blocks(const PlacesParams& p, int head, const int* next, const Element* grad, int64_t block_stride,
-                                                int row, Out* out, int64_t token_stride, float* sums) {
-  const int places = p.kept + p.block;
-  float *now = sums, *later = sums + p.kept * kElements;
-  for (int block = p.blocks - 1; block >= 0; --block) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < places; i += kThreads) {
-      const int key = key_at(p, head, block, i);
-      if (key < 0) continue;
-      const auto words = *reinterpret_cast<const Vector<Element, kElements>*>(grad + block * block_stride + int64_t{i} * row);
-      const int place = next[(int64_t{head} * p.blocks + block) * places + i];
-      const bool ends = i >= p.kept || block == 0;  // no earlier block keeps the key
-      Vector<Out, kElements> total;
+template <int kElements, class Element>
+__device__ __forceinline__ Vector<float, kElements> sum_of(Chain at, const Element* grad, int64_t block_stride, int row) {
+  using Words = Vector<Element, kElements>;
+  const auto load = [&] { return *reinterpret_cast<const Words*>(grad + at.block * block_stride + int64_t{at.place} * row); };
+  Vector<float, kElements> total{};
+  const auto add = [&](const Words& words) {
 #pragma unroll
-      for (int c = 0; c < kElements; ++c) {
-        const float sum = to_float(words.x[c]) + (place < 0 ? 0.f : later[place * kElements + c]);
-        if (i < p.kept) now[i * kElements + c] = sum;
-        if constexpr (sizeof(Out) == sizeof(double)) total.x[c] = sum;
-        else total.x[c] = from_float<Out>(sum);
-      }
-      if (ends) *reinterpret_cast<Vector<Out, kElements>*>(out + key * token_stride) = total;
-    }
-    __syncthreads();
-    float* last = now;
-    now = later, later = last;
+    for (int c = 0; c < kElements; ++c) total.x[c] += to_float(words.x[c]);
+  };
+  Words words = load();
+  while (at.advance()) {  // waits for the next place alone: a row is added when the one after it is on its way
+    const Words later = load();
+    add(words);
+    words = later;
   }
+  add(words);
+  return total;
 }
 
+// Each thread block writes the sums of the keys whose first place is in one block of queries: the recent keys, and in the first block the
+// kept ones too.
 template <class Element, int kElements>
-__global__ void __launch_bounds__(kThreads, 4) gather_backward_kernel(const GatherBackwardParams p, const int* __restrict__ next) {
-  extern __shared__ __align__(128) char shared[];
-  float* sums = reinterpret_cast<float*>(shared);
-  const int of_k = p.d / kElements, of_v = p.dv / kElements, groups = of_k + of_v + 1;
-  const int head = blockIdx.x / groups, group = blockIdx.x % groups, batch = head / p.hk, own = head % p.hk;
-  const int places = p.kept + p.block;
-  const auto sum = [&](const void* grad, int width, int column, void* out, const Stride& stride) {
-    const Element* first = static_cast<const Element*>(grad) + head_of_block(p, head, 0) * places * width + column;
-    Element* rows = head_of<Element>(out, stride, batch, own) + column;
-    sum_over_blocks<kElements>(p, head, next, first, int64_t{p.hk} * places * width, width, rows, stride.token, sums);
+__global__ void __launch_bounds__(kThreads) gather_backward_kernel(const GatherBackwardParams p, const int* __restrict__ next) {
+  const int places = p.kept + p.block, head = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks, batch = head / p.hk, own = head % p.hk;
+  const int begin = block == 0 ? 0 : p.kept, count = places - begin;
+  const int64_t first = head_of_block(p, head, 0) * places, of_block = int64_t{p.hk} * places;
+  const Chain chain{next + int64_t{head} * p.blocks * places, places, block, 0};
+  const auto start = [&](int i) {
+    Chain at = chain;
+    at.place = begin + i;
+    return at;
   };
-  if (group < of_k) return sum(p.grad_keys, p.d, group * kElements, p.grad_k, p.grad_k_stride);
-  if (group < of_k + of_v) return sum(p.grad_values, p.dv, (group - of_k) * kElements, p.grad_v, p.grad_v_stride);
+
+  const auto write_rows = [&](const void* grad, int width, void* out, const Stride& stride) {
+    const int words = width / kElements;
+    Element* rows = head_of<Element>(out, stride, batch, own);
+    for (int i = threadIdx.x; i < count * words; i += kThreads) {
+      const int key = key_at(p, head, block, begin + i / words), column = i % words * kElements;
+      if (key < 0) continue;
+      const Element* columns = static_cast<const Element*>(grad) + first * width + column;
+      const auto sum = sum_of<kElements>(start(i / words), columns, of_block * width, width);
+      Vector<Element, kElements> total;
+#pragma unroll
+      for (int c = 0; c < kElements; ++c) total.x[c] = from_float<Element>(sum.x[c]);
+      *reinterpret_cast<Vector<Element, kElements>*>(rows + key * stride.token + column) = total;
+    }
+  };
+  write_rows(p.grad_keys, p.d, p.grad_k, p.grad_k_stride);
+  write_rows(p.grad_values, p.dv, p.grad_v, p.grad_v_stride);
+
   double* of_factors = head_of<double>(p.grad_log_factor, p.grad_log_factor_stride, batch, own);
-  sum_over_blocks<1>(p, head, next, p.grad_gate + head_of_block(p, head, 0) * places, int64_t{p.hk} * places, 1, of_factors,
-                     p.grad_log_factor_stride.token, sums);
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int key = key_at(p, head, block, begin + i);
+    if (key >= 0) of_factors[key * p.grad_log_factor_stride.token] = sum_of<1>(start(i), p.grad_gate + first, of_block, 1).x[0];
+  }
 }
 
 int64_t number_of_blocks(const PlacesParams& p) { return int64_t{p.b} * p.hk * p.blocks; }
@@ -192,10 +221,8 @@ void launch_gather_backward(const GatherBackwardParams& p, void* workspace, cuda
   launch_kernel("next_places", next_places_kernel, grid_1d(number_of_blocks(p)), kThreads, static_cast<int>(p.kept * sizeof(int)), stream, places,
                 next);
   dispatch_words(p.math, p.aligned, [&](auto element, auto elements) {
-    constexpr int kElements = elements();
-    const unsigned grid = grid_1d(int64_t{p.b} * p.hk * (p.d / kElements + p.dv / kElements + 1));
-    const int bytes = static_cast<int>(2 * p.kept * kElements * sizeof(float));
-    launch_kernel("gather_kept_backward", gather_backward_kernel<decltype(element), kElements>, grid, kThreads, bytes, stream, p, next);
+    const auto kernel = gather_backward_kernel<decltype(element), elements()>;
+    launch_kernel("gather_kept_backward", kernel, grid_1d(number_of_blocks(p)), kThreads, 0, stream, p, next);
   });
 }
 

@@ -68,7 +68,7 @@ struct GatherParams : PlacesParams {
 
 void launch_gather(const GatherParams& p, cudaStream_t stream);
 
-// The gradients of k, v and log_factor are sums over all places of a key, in fp32 and in the order of blocks, from the last to the first.
+// The gradients of k, v and log_factor are sums over all places of a key, in fp32 and in the order of the blocks.
 struct GatherBackwardParams : PlacesParams {
   const void* grad_keys;  // contiguous, as the results
   const void* grad_values;
