@@ -202,6 +202,19 @@ def test_features(features):
         torch.testing.assert_close(products, expected)
 
 
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 65])
+def test_inverse_of_unit_triangle(n):
+    lower = torch.rand(2, 3, n, n, dtype=torch.float64).tril(-1).requires_grad_()
+    unit = torch.eye(n, dtype=torch.float64)
+    inverses = memories.inverse_of_unit_triangle(lower), torch.linalg.inv(unit + lower)
+    torch.testing.assert_close(*inverses)
+    grad = torch.randn_like(lower)
+    own, expected = (torch.autograd.grad(inverse, lower, grad)[0].tril(-1) for inverse in inverses)
+    torch.testing.assert_close(own, expected)
+    alike = torch.ones(n, n, dtype=torch.float64).tril(-1)  # keys that are all the same: powers of this overflow
+    torch.testing.assert_close(memories.inverse_of_unit_triangle(alike), torch.linalg.inv(unit + alike))
+
+
 @pytest.mark.parametrize("features", [memories.second_order, memories.first_order])
 @pytest.mark.parametrize("decay", [True, False])
 def test_delta_memory(features, decay, monkeypatch):

@@ -33,6 +33,7 @@ WIDE_VALUES = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_n
 BLOCK = 64  # keys of a block, and queries that share kept keys in KeptKeys by default
 TILE = 128  # queries and keys of a tile of FlexAttention
 CHUNK = 128  # tokens of a step of the delta rule
+DIAGONAL = 16  # rows of a triangle that are inverted one after the other
 RECOMPILES = 64  # shapes and kinds of weights in a run
 
 
@@ -498,12 +499,43 @@ def _delta_step(
     of_keys, beta = features(k, temperature), beta.unsqueeze(-1)
     before = since.exp().unsqueeze(-1)
     within = (beta * between * products(k, k, temperature)).tril(-1)
-    u = torch.linalg.solve_triangular(within, beta * (v - before * (of_keys @ state)), upper=False, unitriangular=True)
+    u = inverse_of_unit_triangle(within) @ (beta * (v - before * (of_keys @ state)))
     read = None
     if q is not None:
         read = before * (features(q, temperature) @ state) + (between * products(q, k, temperature)) @ u
     after = (since[..., -1:] - since).exp().unsqueeze(-1)
     return before[..., -1:, :] * state + (of_keys * after).mT @ u, u, read
+
+
+def inverse_of_unit_triangle(lower: Tensor) -> Tensor:
+    """Returns (I + L)^-1 for L (..., n, n), which is zero on and above the diagonal.
+
+    Blocks on the diagonal are inverted row by row, and pairs of them are combined, so most of it is products of matrices. The
+    gradient is that of a Newton step from the inverse.
+    """
+    n, size = lower.shape[-1], DIAGONAL
+    while size < n:
+        size *= 2
+    with torch.no_grad():
+        padded = F.pad(lower, (0, size - n, 0, size - n))
+        blocks, unit = _diagonal_blocks(padded, DIAGONAL), torch.eye(DIAGONAL, dtype=lower.dtype, device=lower.device)
+        rows = [unit[0].expand_as(blocks[..., 0, :])]
+        for i in range(1, DIAGONAL):
+            rows.append(unit[i] - sum(blocks[..., i, j, None] * rows[j] for j in range(i)))
+        inverse, length = torch.stack(rows, dim=-2), DIAGONAL
+        while length < size:
+            first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+            below = -second @ _diagonal_blocks(padded, 2 * length)[..., length:, :length] @ first
+            inverse = torch.cat([F.pad(first, (0, length)), torch.cat([below, second], dim=-1)], dim=-2)
+            length *= 2
+        inverse = inverse[..., 0, :n, :n]
+    return inverse + inverse @ (torch.eye(n, dtype=lower.dtype, device=lower.device) - inverse - lower @ inverse)
+
+
+def _diagonal_blocks(x: Tensor, length: int) -> Tensor:
+    """Returns the blocks on the diagonal of x (..., n, n), (..., n / length, length, length)."""
+    blocks = x.unflatten(-1, (-1, length)).unflatten(-3, (-1, length))  # (..., row of blocks, row, column of blocks, column)
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 class DeltaValues(InputGate):
