@@ -140,7 +140,7 @@ def test_new_input_gates_change_nothing_at_first():
 def test_kept_keys_are_those_of_the_layer():
     """The converted model is one whose layers were made with the option, with the same weights."""
     model = make(**PARTS | {"num_kv_heads": 2})
-    new = convert.swap(model, exact_window=WINDOW, decay=True, input_gate=True, kept_keys=3)
+    new = convert.swap(model, exact_window=WINDOW, decay=True, kept_keys=3)
     options = {"decay": True, "input_gate": True, "kept_keys": 3, "exact_window": WINDOW, "temperature": math.sqrt(C // 4)}
     anew = make(**PARTS | {"num_kv_heads": 2, "attention": "fastmax"} | options)
     anew.load_state_dict(model.state_dict())
@@ -215,7 +215,11 @@ def test_generation_after_a_swap():
         ({"layers": "blocks.0"}, TypeError, "layers"),
         ({"layers": []}, ValueError, "layers must hold at least one"),
         ({"kept_keys": -1}, ValueError, "kept_keys must be at least 0, got -1"),
-        ({"kept_keys": 3, "layers": [1]}, ValueError, "kept_keys needs input_gate=True, got 3 with False"),
+        (
+            {"kept_keys": 3, "input_gate": False, "layers": [1]},
+            ValueError,
+            "kept_keys needs input gates, got 3 with input_gate=False",
+        ),
     ],
 )
 def test_swap_refuses_and_leaves_the_model(options, error, message):
@@ -678,7 +682,7 @@ def test_input_gates_of_a_hugging_face_model(llama):
     assert set(new) == {name for name, _ in llama.named_parameters() if "fastmax_input_gate" in name} and new
     assert relative(llama(x).logits, same(x).logits) < 1e-12
     with pytest.raises(ValueError, match="kept_keys needs layers FastmaxSelfAttention, got 2 for a Hugging Face model"):
-        convert.swap(same, input_gate=True, kept_keys=2)
+        convert.swap(same, kept_keys=2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

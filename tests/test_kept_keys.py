@@ -379,7 +379,7 @@ SMALL = {"qk_norm": False, "rope": False, "conv": 0, "output_norm": False, "outp
 
 
 def small(**options) -> FastmaxSelfAttention:
-    layer = FastmaxSelfAttention(4, 2, input_gate=True, kept_keys=2, exact_window=2, dtype=torch.float64, **SMALL, **options)
+    layer = FastmaxSelfAttention(4, 2, kept_keys=2, exact_window=2, dtype=torch.float64, **SMALL, **options)
     with torch.no_grad():
         for weight in layer.parameters():
             weight.add_(torch.randn_like(weight))
@@ -569,7 +569,7 @@ def test_compiled_training_on_a_gpu(monkeypatch, fresh_dynamo):
     In one process, since PyTorch 2.11's compiler failed on an index only after it had compiled another length.
     """
     monkeypatch.setattr(kept_keys, "_BLOCK", 256)
-    layer = FastmaxSelfAttention(512, 8, input_gate=True, kept_keys=256, device="cuda")
+    layer = FastmaxSelfAttention(512, 8, kept_keys=256, device="cuda")
     for n in (256, 1024, 8192):
         torch.compiler.reset()
         x = torch.randn(4, n, 512, device="cuda", requires_grad=True)
@@ -606,6 +606,11 @@ def test_compiled_training_on_a_gpu(monkeypatch, fresh_dynamo):
 def test_refused_options(options, error, message):
     with pytest.raises(error, match=message):
         FastmaxSelfAttention(C, HEADS, **GATED | options)
+
+
+def test_input_gates_come_with_kept_keys():
+    layers = [FastmaxSelfAttention(C, HEADS, kept_keys=kept, exact_window=4) for kept in (2, 0)]
+    assert [layer.input_gate_proj is not None for layer in layers] == [True, False]
 
 
 def test_attributes():

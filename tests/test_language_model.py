@@ -52,7 +52,7 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert layers[0].options["exact_window"] == 8 and layers[0].options["temperature"] == 2.0
     gated = tiny(every=2, input_gate=True).blocks
     assert [block.attn.input_gate_proj is None for block in gated] == [False, True]
-    keeping = tiny(every=2, input_gate=True, kept_keys=3)
+    keeping = tiny(every=2, kept_keys=3)
     assert [block.attn.kept_keys for block in keeping.blocks] == [3, 0]
     of_kept = keeping.init_states(1, flush_interval=4)  # neither layer has a buffer
     assert of_kept[0].kept is not None and of_kept[0].attention.flush_interval == 1

@@ -48,9 +48,7 @@ VARIANTS = {
     ),
     "gates_alone": Conversion("all layers, with decay; gates alone transferred", {"decay": True}),
     "unprepared": Conversion("all layers, with decay; neither fit nor transfer", {"decay": True}, False, None),
-    "kept_keys": Conversion(
-        "all layers, with decay, 256 kept keys", {"decay": True, "input_gate": True, "kept_keys": 256}, transfer=NORMS
-    ),
+    "kept_keys": Conversion("all layers, with decay, 256 kept keys", {"decay": True, "kept_keys": 256}, transfer=NORMS),
     "hybrid": Conversion("three layers of four, with decay", {"decay": True, "layers": [0, 1, 2, 4, 5, 6]}, transfer=NORMS),
 }
 # What follows the size of the model in the name of a setting -> its variants

@@ -19,7 +19,7 @@ from benchmarks.learn.examples import model
 SAME_SIZE = 0.02
 SLOW = {"longest_half_life": 65536.0}
 STEADY = {"longest_half_life": 2.0**24}
-KEPT = {"input_gate": True, "kept_keys": 256}
+KEPT = {"kept_keys": 256}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -155,6 +155,9 @@ VARIANTS = {
     ),
     "kept_keys": Variant("p = 2, all parts, 256 kept keys", parts=KEPT),
     "kept_keys_wide": Variant("p = 2, all parts, 256 kept keys, half as many heads", parts=KEPT, wide=True),
+    "kept_keys_wide_128": Variant(
+        "p = 2, all parts, 128 kept keys, half as many heads", parts=KEPT | {"kept_keys": 128}, wide=True
+    ),
     "kept_keys_512": Variant("p = 2, all parts, 512 kept keys", parts=KEPT | {"kept_keys": 512}),
     "kept_keys_wide_1024": Variant(
         "p = 2, all parts, 1024 kept keys, half as many heads", parts=KEPT | {"kept_keys": 1024}, wide=True

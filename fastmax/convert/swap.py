@@ -23,7 +23,7 @@ def swap(
     temperature: float | None = None,
     decay: bool = False,
     longest_half_life: float = 8192.0,
-    input_gate: bool = False,
+    input_gate: bool | None = None,
     kept_keys: int = 0,
 ) -> list[str]:
     """Replaces softmax attention in a model by fastmax attention with an exact window, in place and with the same weights.
@@ -42,7 +42,7 @@ def swap(
         decay: add decay gates to layers that have none. At first they do not depend on x.
         longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
             geometrically from an eighth of it.
-        input_gate: add input gates. At first they multiply by 1.
+        input_gate: add input gates. At first they multiply by 1. None: only with `kept_keys`.
         kept_keys: option of `FastmaxSelfAttention`, for which its layers need input gates. Hugging Face models do not have it.
 
     Returns:
@@ -54,8 +54,9 @@ def swap(
     check_module("model", model)
     validation.check_count("exact_window", exact_window)
     validation.check_bool("decay", decay)
-    validation.check_bool("input_gate", input_gate)
     validation.check_count("kept_keys", kept_keys, least=0)
+    input_gate = kept_keys > 0 if input_gate is None else input_gate
+    validation.check_bool("input_gate", input_gate)
     validation.check_positive("longest_half_life", longest_half_life)
     if temperature is not None:
         validation.check_positive("temperature", temperature)
@@ -66,7 +67,7 @@ def swap(
         return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate)
 
     if kept_keys > 0 and not input_gate:
-        raise ValueError(f"kept_keys needs input_gate=True, got {kept_keys} with False")
+        raise ValueError(f"kept_keys needs input gates, got {kept_keys} with input_gate=False")
     chosen = _chosen(_softmax_layers(model), layers)
     options = {
         name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()

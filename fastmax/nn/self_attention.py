@@ -113,10 +113,10 @@ class FastmaxSelfAttention(nn.Module):
             context length.
         input_gate: learn an input gate for each key/value head, an addition of this library. The weight of a key beyond the
             exact window is multiplied by `exp(log_input_gate)` of its token, between exp(-8) and exp(8), and 1 at first. Only
-            with `attention="fastmax"`.
+            with `attention="fastmax"`. None: only with `kept_keys`.
         kept_keys: number of keys beyond the exact window, in each key/value head, that are kept to be weighted by exp(s) too.
-            Input gates and decays choose them, so it needs `input_gate=True` and an exact window. The state for generation
-            has slots for them and the last `exact_window + 256` keys. 0: no key beyond the window is weighted by exp(s).
+            Input gates and decays choose them, so it needs input gates and an exact window. The state for generation has slots
+            for them and the last `exact_window + 256` keys. 0: no key beyond the window is weighted by exp(s).
         exact_window: number of most recent keys, the token's own included, that are weighted by exp(s) as in softmax; the
             polynomial weights the keys before them. None: 128. 0: the polynomial weights all keys. A wider window learns more
             and costs more. With softmax attention only None and 0 are accepted.
@@ -171,7 +171,7 @@ class FastmaxSelfAttention(nn.Module):
         rope_base: float = 10000.0,
         decay: bool = True,
         longest_half_life: float = 1024.0,
-        input_gate: bool = False,
+        input_gate: bool | None = None,
         kept_keys: int = 0,
         exact_window: int | None = None,
         window: int | None = None,
@@ -207,6 +207,8 @@ class FastmaxSelfAttention(nn.Module):
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         _check_attention(attention)
+        validation.check_count("kept_keys", kept_keys, least=0)
+        input_gate = kept_keys > 0 if input_gate is None else input_gate
         switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
         switches |= {"input_gate": input_gate, "use_custom_gradient": use_custom_gradient, "bias": bias}
         for name, switch in switches.items():
