@@ -613,6 +613,27 @@ def test_other_pages(tmp_path):
     assert f"| {title} | 1 | 0.5000 | 0.9000 |  |  | 0.6000 |" in text_of("conversion", found, tmp_path)
 
 
+def test_page_of_free_windows(tmp_path):
+    """Schedules of windows side by side, in a table for texts with facts and one for those without."""
+    key = {"variant": "p2_all", "seed": 1, "seconds": 60.0, "tokens": 4e6, "device": "CPU", "torch": "2", "commit": "abc"}
+    values = {("whole", 64): 1.5, ("whole position", 32): 1.4, ("whole position", 64): 1.2, ("near", 64): 1.6}
+    facts = {("whole needle", 16): 100.0, ("whole needle", 64): 12.5}
+    found = [
+        key | {"setting": setting, "lr": lr, "measure": measure, "at": at, "value": x}
+        for setting, measured in (("1k", values), ("growing", values), ("1k, facts", values | facts))
+        for lr in (1e-3, 2e-3)
+        for (measure, at), x in measured.items()
+    ]
+    text = text_of("free-windows", found, tmp_path)
+    without, with_facts = text.split("With facts. ")
+    line = "| p = 2, all parts | 2e-03 | 60 | 4.0 M | 1.500 | 1.200 | 1.600 |"
+    assert without.count("| 1k " + line) == without.count("| growing " + line) == 1
+    assert f"| 1k {line} 100% | 12% |" in with_facts and "growing" not in with_facts
+    slow = [row | {"seconds": 90.0} if row["setting"] == "growing" else row for row in found]
+    with pytest.raises(LookupError, match="runs of 60 and of 90 s of training are not of equal time"):
+        list(pages.free_windows(pd.DataFrame(slow)))
+
+
 def test_page_of_memory(tmp_path):
     """Means with the lowest and the highest seed, in a table for each setting."""
     both = [row | {"variant": name} for row in needle_rows() for name in ("gate", "softmax_parts")]

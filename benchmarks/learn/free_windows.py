@@ -53,8 +53,9 @@ MODEL = replace(
 GROWING = ((0.0, 1024), (0.5, 4096), (0.75, 16384), (0.9, 65536))
 SCHEDULES = {f"{length // 1024}k": ((0.0, length),) for length in (1024, 4096, 16384, 65536)} | {"growing": GROWING}
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
+FACTS = ", facts"  # ends the names of settings with facts
 SETTINGS = {name: Setting(MODEL, windows) for name, windows in SCHEDULES.items()} | {
-    f"{name}, facts": Setting(MODEL, windows, facts=0.25, lengths=LENGTHS) for name, windows in SCHEDULES.items()
+    name + FACTS: Setting(MODEL, windows, facts=0.25, lengths=LENGTHS) for name, windows in SCHEDULES.items()
 }
 TRIED = replace(
     MODEL, n_layer=4, n_head=2, n_embd=64, context=256, batch=4, window=16, rows=1000, validation=4, final=4, bf16=False
@@ -63,7 +64,7 @@ TRIALS = {  # without a GPU
     "trial": Setting(TRIED, ((0.0, 64), (0.5, 256))),
     "trial, facts": Setting(TRIED, ((0.0, 64), (0.5, 256)), facts=0.25, lengths=(64, 256), texts=4),
 }
-COMPARED = ("p2_all", "softmax_sdpa", "softmax_parts_sdpa", "hybrid")
+COMPARED = ("p2_all", "softmax_sdpa", "kept_keys", "softmax_parts_sdpa", "hybrid")
 RATES = (1e-3, 2e-3)
 
 

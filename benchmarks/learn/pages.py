@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.learn import capacity, conversion
+from benchmarks.learn.free_windows import FACTS
 from benchmarks.learn.recall import TITLES as RECALL
 from benchmarks.learn.results import above, best_rate, in_order, seconds_to_reach, seed_values
 from benchmarks.learn.variants import VARIANTS
@@ -51,15 +52,41 @@ def equal_steps(found: pd.DataFrame) -> Lines:
 def equal_time(found: pd.DataFrame) -> Lines:
     measured = in_order(found, TITLES)
     yield ["attention", "seconds", "tokens", "loss", "of the last quarter", "seconds until softmax (SDPA)'s last loss"]
-    shortest, longest = where(found, measure="loss")["seconds"].agg(["min", "max"])
-    if longest > SAME_TIME * shortest:
-        raise LookupError(f"runs of {shortest:.0f} and of {longest:.0f} s of training are not of equal time")
+    _check_time(where(found, measure="loss"))
     for name, title in measured.items():
         own = where(found, variant=name)
         loss, last = (seed_values(own, measure=measure).mean() for measure in ("loss", "last_quarter"))
         seconds, tokens = where(own, measure="loss")[["seconds", "tokens"]].mean()
         until = seconds_to_reach(found, name, "softmax_sdpa")
         yield [title, f"{seconds:.0f}", million(tokens), f"{loss:.4f}", f"{last:.4f}", "" if until is None else f"{until:.0f}"]
+
+
+def _check_time(ends: pd.DataFrame) -> None:
+    shortest, longest = ends["seconds"].agg(["min", "max"])
+    if longest > SAME_TIME * shortest:
+        raise LookupError(f"runs of {shortest:.0f} and of {longest:.0f} s of training are not of equal time")
+
+
+def free_windows(found: pd.DataFrame) -> Lines:
+    """A line for each schedule of windows, attention and learning rate: losses in windows of 64k, and facts found."""
+    _check_time(where(found, measure="whole"))
+    lengths = sorted(where(found, measure="whole needle")["at"].unique())
+    last = where(found, measure="whole position")["at"].max()
+    yield [
+        *("training windows", "attention", "learning rate", "seconds", "tokens", "loss", "of the last 32nd"),
+        *("loss within a training window", *(f"facts, {tokens_of(n)}" for n in lengths)),
+    ]
+    for setting in found["setting"].unique():
+        here = where(found, setting=setting)
+        for name, title in in_order(here, TITLES).items():
+            for lr in sorted(where(here, variant=name)["lr"].unique()):
+                own = where(here, variant=name, lr=lr)
+                seconds, tokens = where(own, measure="whole")[["seconds", "tokens"]].mean()
+                measured = {"whole": {}, "whole position": {"at": last}, "near": {}}
+                losses = [seed_values(own, measure=measure, **at).mean() for measure, at in measured.items()]
+                facts = [f"{seed_values(own, measure='whole needle', at=n).mean():.0f}%" for n in lengths]
+                counts = [f"{lr:.0e}", f"{seconds:.0f}", million(tokens)]
+                yield [setting.removesuffix(FACTS), title, *counts, *(f"{loss:.3f}" for loss in losses), *facts]
 
 
 def ablation(found: pd.DataFrame) -> Lines:
@@ -143,6 +170,7 @@ def tokens_of(n: int) -> str:
 TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "equal-steps": (equal_steps, {"equal_steps": "validation loss by step"}),
     "equal-time": (equal_time, {"equal_time": "loss by seconds of training", "equal_time_position": "loss by position"}),
+    "free-windows": (free_windows, {}),
     "ablation": (ablation, {"ablation": "loss without each part"}),
     "recall": (recall, {"recall": "accuracy by pairs"}),
     "needle": (needle, {"needle": "facts found by length of the text"}),
@@ -167,12 +195,17 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
     if not path.exists():
         return f"Not measured yet: `python -m benchmarks.learn {name}`."
     table, figures = TABLES[name]
-    parts = []
-    for setting, own in read_csv(path).groupby("setting", sort=False):
+    found, parts = read_csv(path), []
+    titles = found["setting"].map(_kind_of_windows) if name == "free-windows" else found["setting"]
+    for title, own in found.groupby(titles, sort=False):
         header, *lines = table(own)
-        parts += [f"{setting}. {conditions(own)}", as_table(header, lines)]
+        parts += [f"{title}. {conditions(own)}", as_table(header, lines)]
     parts += [f"![{shows}](figures/learn_{figure}.png)" for figure, shows in figures.items()]
     return "\n\n".join(parts)
+
+
+def _kind_of_windows(setting: str) -> str:
+    return "With facts" if setting.endswith(FACTS) else "Source trees"
 
 
 def rows_of(name: str, setting: str, root: Path) -> pd.DataFrame:

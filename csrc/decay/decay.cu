@@ -1,5 +1,6 @@
 #include "decay/decay.h"
 
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "decode/decode.h"
 
@@ -85,20 +86,10 @@ struct StatePairs {
   }
 };
 
-// Inclusive sum over the lanes up to this one.
-__device__ __forceinline__ double warp_scan(double x) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const double before = __shfl_up_sync(0xffffffffu, x, distance);
-    if (threadIdx.x % 32 >= distance) x += before;
-  }
-  return x;
-}
-
 // Returns the sum over all threads before this one; total: the sum over the block.
 __device__ __forceinline__ double block_scan(double x, double& total) {
   __shared__ double warps[kThreads / 32];
-  const double inclusive = warp_scan(x);
+  const double inclusive = scan_lanes(x, [](double a, double b) { return a + b; });
   __syncthreads();  // the previous call may still read `warps`
   if (threadIdx.x % 32 == 31) warps[threadIdx.x / 32] = inclusive;
   __syncthreads();

@@ -1,4 +1,5 @@
 #include "core/dtype.h"
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "decay/decay.h"
 
@@ -38,11 +39,7 @@ __device__ __forceinline__ DecayTile load_tile(const FiniteDecayParams& p, int h
 __device__ __forceinline__ int block_max_before(int x, int& largest) {
   __shared__ int warps[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int before = __shfl_up_sync(0xffffffffu, x, distance);
-    if (lane >= distance) x = max(x, before);
-  }
+  x = scan_lanes(x, [](int a, int b) { return max(a, b); });
   __syncthreads();  // the previous call may still read `warps`
   if (lane == 31) warps[warp] = x;
   __syncthreads();

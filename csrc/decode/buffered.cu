@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "core/dtype.h"
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "decode/features.h"
 
@@ -82,11 +83,6 @@ struct NanDecays {
   bool has_key_ = false, is_reset_ = false;
 };
 
-// Maximum over a warp.
-__device__ __forceinline__ float max_lanes(float x) {
-  for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
-  return x;
-}
 // Sum over the lanes after this one.
 __device__ __forceinline__ float sum_of_later_lanes(float x) {
   const int lane = threadIdx.x % 32;
@@ -488,7 +484,7 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
     const bool is_local = token > held.before - p.exact_window;
     const float factor = gated(expf(after), gate), a2 = s.order == 2 ? s.a2 : 0.f;
     const float f = there && !is_local && factor != 0.f ? factor * fmaf(score, fmaf(a2, score, s.a1), s.a0) : 0.f;
-    const float exponent = there && is_local ? score + after : -INFINITY, maximum = max_lanes(exponent);
+    const float exponent = there && is_local ? score + after : -INFINITY, maximum = max_of_lanes(exponent);
     const float w = exponent == -INFINITY ? 0.f : expf(exponent - maximum);
     global_weights[warp * kTile + lane] = f, local_weights[warp * kTile + lane] = w;
     const float global_sum = sum_lanes(f, 1), local_sum = sum_lanes(w, 1);
@@ -618,7 +614,7 @@ __global__ void __launch_bounds__(kThreads, 4) combine_kernel(const BufferedPara
         maximum = fmaxf(maximum, maxima[t] + after[t + 1]);
       }
       global = sum_lanes(global, 1);
-      maximum = max_lanes(maximum);
+      maximum = max_of_lanes(maximum);
       const bool sees_local = maximum != -INFINITY;
       for (int t = lane; t < tiles && sees_local; t += 32) {
         local += denominators[work.first_local() + t] * expf(maxima[t] + after[t + 1] - maximum);

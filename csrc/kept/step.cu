@@ -2,6 +2,7 @@
 
 #include "core/dtype.h"
 #include "core/heads.h"
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "core/vector.h"
 #include "kept/kept.h"
@@ -16,7 +17,7 @@ constexpr int kMaxWidth = kThreads;      // of q, k and v
 // Returns combine(...) of x of all threads. The threads share `warps`, which the next call may overwrite.
 template <class T, class Combine>
 __device__ __forceinline__ T of_all_threads(T x, Combine combine, T* warps) {
-  for (int distance = 16; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(~0u, x, distance));
+  x = reduce_lanes(x, combine);
   __syncthreads();
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
   __syncthreads();

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "linear/order2/features.h"
 
@@ -60,8 +61,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
       }
     }
   }
-#pragma unroll
-  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
+  e = sum_of_lanes<kLanes>(e);
   if (i < a.n && lane == 0) {
     if (a.grad_z != nullptr && a.shift != nullptr) e += a.z[row] == -INFINITY ? 0.f : inverse * a.grad_z[row];
     else if (a.grad_z != nullptr && a.z[row] != 0.f) e += a.grad_z[row];

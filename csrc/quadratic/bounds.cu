@@ -1,5 +1,6 @@
 #include "quadratic/bounds.h"
 
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "core/search.h"
 #include "core/visibility.h"
@@ -118,8 +119,7 @@ __global__ void __launch_bounds__(kBoundThreads) gate_bounds_kernel(const Attent
     }
     __syncthreads();
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) least = fminf(least, __shfl_xor_sync(0xffffffffu, least, distance));
+  least = min_of_lanes(least);
   if (lane == 0) least_of_warps[warp] = least;
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/dtype.h"
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "core/params.h"
 #include "core/score.h"
@@ -81,8 +82,7 @@ __global__ void __launch_bounds__(kRowScoreThreads)
       }
     }
   }
-#pragma unroll
-  for (int lane = kLanes / 2; lane > 0; lane /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, lane);
+  delta = sum_of_lanes<kLanes>(delta);
   if (row_head < heads && threadIdx.x % kLanes == 0) {
     if (is_query && p.grad_z != nullptr) {
       const float of_z = Score::delta_of_z(p.z[result], p.grad_z + result);

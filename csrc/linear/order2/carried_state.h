@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/fragments.h"
+#include "core/lanes.h"
 #include "decode/decode.h"
 #include "linear/linear.h"
 
@@ -97,7 +98,7 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
   if constexpr (kLoads) {
     count = places.has_count() && is_first ? a.state.k_sum[first_row] * a.factors.one : 0.f;
   } else if (places.has_count()) {
-    const float total = warp_sum(count) + static_cast<float>(a.uncounted.of(state / a.state_heads));
+    const float total = sum_of_lanes(count) + static_cast<float>(a.uncounted.of(state / a.state_heads));
     if (is_first) a.state.new_k_sum[first_row] = total * a.factors.one;
   }
 }

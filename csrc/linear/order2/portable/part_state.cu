@@ -3,6 +3,7 @@
 //
 // shards: FASTMAX_MATH
 
+#include "core/lanes.h"
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"
 
@@ -81,8 +82,7 @@ __global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads, 1) linear_
       sums[Layout::kSumW + value] = sum_w[2 * half], sums[Layout::kSumY + value] = sum_y[2 * half];
     }
   }
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) count += __shfl_xor_sync(0xffffffffu, count, lanes);
+  count = sum_of_lanes(count);
   if (threadIdx.x == 0 && group_value == 0) sums[Layout::kSumOne] = count;
 }
 

@@ -9,6 +9,7 @@
 #include <climits>
 #include <type_traits>
 
+#include "core/lanes.h"
 #include "linear/dispatch.h"
 #include "linear/order2/linear2.h"
 #include "linear/order2/portable/state_share.h"
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
       }
     }
     if (share.extra == Extra::kSumY && share.first_value == 0) {
-      const float total = warp_sum(s.count);
+      const float total = sum_of_lanes(s.count);
       if (lane == 0) sums[Layout::kSumOne] = total;
     }
   };

@@ -10,6 +10,7 @@
 // consumers go on; with decays (linear/decay.h) the sums then decay. A third warpgroup has the producer, the copiers, and with decays a
 // warp that scales rows.
 
+#include "core/lanes.h"
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
 #include "core/sm90/ptx.h"
@@ -381,7 +382,7 @@ struct StateConsumer {
 
   __device__ __forceinline__ void store_sums(int64_t slot) const {
     float* sums = b.a.sums + slot * Tile::kSums;
-    const float total = warp_sum(count);
+    const float total = sum_of_lanes(count);
     if (share.of_y && b.lane == 0) sums[Tile::kSumOne] = total;
     sums += (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * b.lane;
     constexpr int kFirst = Tile::kOnesRow % 16 / 8 * 2;
