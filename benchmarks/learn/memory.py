@@ -59,7 +59,8 @@ HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
 CHOSEN = (
-    *("kept_keys", "kept_keys_wide", "kept_keys_wide_128", "kept_keys_512", "kept_keys_wide_1024", "hybrid_kept_keys"),
+    *("kept_keys", "kept_keys_wide", "kept_keys_wide_steady", "hybrid_kept_keys"),
+    *("kept_keys_wide_128", "kept_keys_512", "kept_keys_wide_1024"),
     *("kept", "kept_256", "kept_wide", "kept_alone", "kept_residual"),
     *("kept_steady", "kept_steady_512", "kept_steady_wide", "hybrid_kept_steady"),
     *("hybrid_blocks", "hybrid_blocks_mean", "blocks"),

@@ -158,6 +158,12 @@ VARIANTS = {
     "kept_keys_wide_128": Variant(
         "p = 2, all parts, 128 kept keys, half as many heads", parts=KEPT | {"kept_keys": 128}, wide=True
     ),
+    "kept_keys_wide_steady": Variant(
+        "p = 2, all parts, 256 kept keys, half as many heads, half of them without decay at first",
+        parts=STEADY | KEPT,
+        wide=True,
+        layers={"fastmax": memories.SteadyHeads},
+    ),
     "kept_keys_512": Variant("p = 2, all parts, 512 kept keys", parts=KEPT | {"kept_keys": 512}),
     "kept_keys_wide_1024": Variant(
         "p = 2, all parts, 1024 kept keys, half as many heads", parts=KEPT | {"kept_keys": 1024}, wide=True
