@@ -4,6 +4,7 @@
     python examples/train_lm.py --size 25m --out out/hybrid --every 4                 # softmax in every fourth layer
     python examples/train_lm.py --size 124m --out out/books --data books/ --bpe 32768 --packed --block-size 16384
     python examples/train_lm.py --size 25m --out out/p1 --parts p=1 exact_window=64 --without conv output_gate
+    python examples/train_lm.py --out out/growing --block-size 32768 --batch-size 2 --grow 1024:0.5 4096:0.75 16384:0.9
 
 Run the same command again to resume. A checkpoint is written with every row of losses and on SIGTERM and SIGINT, and a resumed
 run has the same losses as an uninterrupted one. OUT receives checkpoint.pt, tokenizer.json (with --bpe), losses.csv,
@@ -18,15 +19,16 @@ import signal
 import sys
 import zlib
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from model import GPT, PLAIN, GPTConfig
 from options import count, count_or_none, not_negative, positive
-from text import Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
+from text import Batch, Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
 from torch import Tensor
 from tqdm import tqdm
-from training import Recipe, Trainer, evaluate_by_position, write_csv
+from training import Recipe, Trainer, evaluate_by_position, length_at, write_csv
 
 from fastmax import FastmaxSelfAttention
 
@@ -46,6 +48,33 @@ def part(text: str) -> tuple[str, object]:
         return name, ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
     except (ValueError, SyntaxError):
         return name, value
+
+
+def stage(text: str) -> tuple[int, float]:
+    """Parses a LENGTH:UNTIL of --grow."""
+    length, _, until = text.partition(":")
+    try:
+        parsed = count(length), float(until)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LENGTH:UNTIL") from None
+    if not 0 < parsed[1] < 1:
+        raise argparse.ArgumentTypeError(f"UNTIL must be above 0 and below 1, got {until}")
+    return parsed
+
+
+def schedule_of(args: argparse.Namespace) -> list[tuple[float, int]]:
+    """Returns the schedule of --grow, as `training.length_at` takes it.
+
+    Raises:
+        ValueError: lengths or parts do not ascend, or a batch is not whole windows of a length.
+    """
+    lengths, ends = [length for length, _ in args.grow] + [args.block_size], [0.0] + [until for _, until in args.grow]
+    if any(x >= y for values in (lengths, ends) for x, y in pairwise(values)):
+        raise ValueError(f"--grow must have ascending lengths, below --block-size {args.block_size}, and ascending parts")
+    tokens = args.batch_size * args.block_size
+    if wrong := [length for length in lengths if tokens % length != 0]:
+        raise ValueError(f"the {tokens} tokens of a batch must be whole windows of each length of --grow, got {wrong[0]}")
+    return list(zip(ends, lengths, strict=True))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +118,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=count, default=1024, help="tokens of a window; packed documents are cut to it")
     parser.add_argument(
         "--batch-size", type=count, default=32, help="windows; with --packed one row of BATCH_SIZE * BLOCK_SIZE tokens"
+    )
+    parser.add_argument(
+        "--grow",
+        type=stage,
+        nargs="+",
+        default=[],
+        metavar="LENGTH:UNTIL",
+        help="windows have LENGTH tokens until this part of the training, and BLOCK_SIZE after the last",
     )
     parser.add_argument("--accumulate", type=count, default=1, help="batches per step")
     parser.add_argument("--seconds", type=positive, help="time limit of the training")
@@ -180,7 +217,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with torch.device("meta"):
             GPT(make_config(args, vocab_size=256))
-    except (TypeError, ValueError) as error:  # wrong --parts are reported before the text is read
+        schedule = schedule_of(args)
+    except (TypeError, ValueError) as error:  # wrong --parts and --grow are reported before the text is read
         parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
     text, vocab_size, bytes_per_token = load_text(args)
@@ -190,14 +228,23 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = GPT(config).to(args.device)
 
-    windows = {"block_size": args.block_size, "batch_size": args.batch_size}
-    draw = packed_windows if args.packed else random_windows
+    windows_of = packed_windows if args.packed else random_windows
     train, validation = (part if args.packed else part.tokens for part in (train, validation))
+
+    def draw(data: Text | Tensor, length: int, generator: torch.Generator) -> Batch:
+        return windows_of(data, length, args.batch_size * args.block_size // length, generator)
+
     always_the_same = torch.Generator().manual_seed(0)
-    held_out = [draw(validation, **windows, generator=always_the_same) for _ in range(args.val_batches)]
+    held_out = [draw(validation, args.block_size, always_the_same) for _ in range(args.val_batches)]
     chosen = {name: getattr(args, name) for name in ("rows", "lr", "warmup", "weight_decay", "accumulate", "seconds")}
-    recipe = Recipe(args.steps, **chosen, bf16=args.bf16, compile=args.compile)
-    trainer = Trainer(model, recipe, lambda generator: draw(train, **windows, generator=generator), held_out, args.seed)
+    dynamic = False if args.grow and not args.packed else None
+    recipe = Recipe(args.steps, **chosen, bf16=args.bf16, compile=args.compile, dynamic=dynamic)
+    later = [draw(train, length, torch.Generator().manual_seed(0)) for _, length in schedule[1:]]
+
+    def batch(generator: torch.Generator) -> Batch:
+        return draw(train, length_at(schedule, trainer.progress()), generator)
+
+    trainer = Trainer(model, recipe, batch, held_out, args.seed, later)
 
     path, history = args.out / "checkpoint.pt", []
     if path.exists() and not args.fresh:

@@ -3,7 +3,7 @@
 import csv
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ class Recipe:
     accumulate: int = 1  # batches per step
     bf16: bool = False  # autocast; the weights stay fp32
     compile: bool = False
+    dynamic: bool | None = None  # of torch.compile. False: compiles each shape of a batch on its own
     seconds: float | None = None  # time limit of the training; the cosine ends with whichever limit is reached first
 
 
@@ -37,6 +38,16 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=fused)
+
+
+def length_at(schedule: Sequence[tuple[float, int]], progress: float) -> int:
+    """Returns the length of training windows.
+
+    Args:
+        schedule: (the part of the training from which on windows have a length, the length), ascending. The first part is 0.
+        progress: the part of the training that is done, from 0 to 1.
+    """
+    return next(length for begin, length in reversed(schedule) if progress >= begin)
 
 
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
@@ -55,6 +66,7 @@ class Trainer:
         batch: draws a batch, on the device of the model, with the generator it is given.
         validation: batches of which each row has the mean loss.
         seed: seed of the training batches.
+        later: batches of the shapes that the first one does not have. They run once before timing starts, like the first one.
     """
 
     def __init__(
@@ -64,15 +76,17 @@ class Trainer:
         batch: Callable[[torch.Generator], Batch],
         validation: Iterable[Batch],
         seed: int = 1337,
+        later: Iterable[Batch] = (),
     ):
-        self.model, self.recipe, self.batch, self.validation = model, recipe, batch, list(validation)
+        self.model, self.recipe, self.batch = model, recipe, batch
+        self.validation, self.later = list(validation), list(later)
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(seed)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.stop = False  # set it to end `run` after the current step; `run` can then be called again
         self._losses: list[Tensor] = []  # training losses since the last row
-        self._compiled = torch.compile(model) if recipe.compile else model
+        self._compiled = torch.compile(model, dynamic=recipe.dynamic) if recipe.compile else model
 
     def run(self, after_step: Callable[[], object] = lambda: None) -> Iterator[dict]:
         """Trains, and yields rows of `step`, `tokens`, `seconds`, `train`, `val` and `peak_bytes`.
@@ -145,10 +159,11 @@ class Trainer:
         return loss.detach()
 
     def _warm_up(self) -> None:
-        """Runs one batch before timing starts, for compilation and for libraries that select their kernels."""
+        """Runs a batch of each shape before timing starts, for compilation and for libraries that select their kernels."""
         if self.recipe.compile or self.device.type == "cuda":
-            self._gradients(self.batch(torch.Generator().manual_seed(0)))
-            self.optimizer.zero_grad()
+            for batch in (self.batch(torch.Generator().manual_seed(0)), *self.later):
+                self._gradients(batch)
+                self.optimizer.zero_grad()
 
     def _now(self) -> float:
         if self.device.type == "cuda":

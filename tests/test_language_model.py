@@ -241,8 +241,12 @@ def losses(out: Path) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     "options",
-    [["--packed", "--every", "2", "--parts", "exact_window=4", "input_gate=true"], ["--bpe", "300"]],
-    ids=["packed hybrid", "bpe"],
+    [
+        ["--packed", "--every", "2", "--parts", "exact_window=4", "input_gate=true"],
+        ["--bpe", "300"],
+        ["--grow", "4:0.3", "8:0.6"],
+    ],
+    ids=["packed hybrid", "bpe", "growing"],
 )
 def test_training_in_pieces_is_training_at_once(options, texts, tmp_path, monkeypatch, capsys):
     import train_lm
@@ -276,6 +280,43 @@ def test_training_in_pieces_is_training_at_once(options, texts, tmp_path, monkey
     with pytest.raises(SystemExit):  # of other settings
         train_lm.main([*command, "--lr", "0.1", "--out", str(pieces)])
     assert "lr was 0.002, is 0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [[], ["--packed"]], ids=["windows", "packed"])
+def test_windows_grow(packed, texts, tmp_path, monkeypatch):
+    """A batch keeps its 32 tokens. Validation windows have the longest length."""
+    import train_lm
+
+    seen, gradients = [], train_lm.Trainer._gradients
+    monkeypatch.setattr(train_lm.Trainer, "_gradients", lambda trainer, batch: seen.append(batch) or gradients(trainer, batch))
+    command = [*RUN, *packed, "--grow", "4:0.3", "8:0.6", "--data", str(texts), "--out", str(tmp_path)]
+    assert train_lm.main(command) == 0
+    assert all(batch.tokens.numel() == 32 for batch in seen)
+    longest = [int(batch.cu_seqlens.diff().max()) if packed else batch.tokens.shape[1] for batch in seen]
+    assert longest == 4 * [4] + 4 * [8] + 4 * [16], "two batches a step"
+    with open(tmp_path / "positions.csv", newline="") as file:
+        assert [row["last"] for row in csv.DictReader(file)][-1] == "16"
+
+
+@pytest.mark.parametrize(
+    "grow, message",
+    [
+        (["8"], "'8' is not LENGTH:UNTIL"),
+        (["8:1"], "UNTIL must be above 0 and below 1, got 1"),
+        (["0:0.5"], "must be at least 1, got 0"),
+        (["16:0.5"], "--grow must have ascending lengths, below --block-size 16"),
+        (["4:0.5", "8:0.5"], "ascending parts"),
+        (["5:0.5"], "the 32 tokens of a batch must be whole windows of each length of --grow, got 5"),
+    ],
+    ids=str,
+)
+def test_windows_that_cannot_grow(grow, message, tmp_path, monkeypatch, capsys):
+    import train_lm
+
+    monkeypatch.setattr(train_lm, "load_text", lambda args: pytest.fail("the text was read first"))
+    with pytest.raises(SystemExit):
+        train_lm.main([*RUN, "--grow", *grow, "--out", str(tmp_path)])
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_training_ends_after_its_seconds(texts, tmp_path, monkeypatch):
@@ -499,7 +540,7 @@ def test_comparison_and_compiled_training_on_a_device(checkpoints, tmp_path):
     for name, path in checkpoints.items():
         generate.main([str(path), "--compare", "--contexts", "64", "256", "--steps", "3", "--out", str(tmp_path / name)])
         generate.main([str(path), "--tokens", "20"])
-    for options in ([], ["--packed", "--every", "2"]):
+    for options in ([], ["--packed", "--every", "2"], ["--grow", "128:0.5", "--parts", "kept_keys=16", "exact_window=4"]):
         out = tmp_path / f"compiled{len(options)}"
         command = [x for x in RUN if x not in ("--device", "cpu", "--no-bf16", "--no-compile")]
         command += ["--n-embd", "64", "--block-size", "256", "--data", str(EXAMPLES), *options, "--out", str(out)]

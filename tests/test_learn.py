@@ -495,7 +495,7 @@ def test_bytes_are_predicted_from_those_near(text):
 
 def test_windows_grow_with_the_time_that_has_passed(text, place):
     setting = free_windows.SETTINGS["growing"]
-    lengths = [setting.window_at(x) for x in (0.0, 0.49, 0.5, 0.76, 0.9, 1.0)]
+    lengths = [language.training.length_at(setting.windows, x) for x in (0.0, 0.49, 0.5, 0.76, 0.9, 1.0)]
     assert lengths == [1024, 1024, 4096, 16384, 65536, 65536] and setting.longest == 65536
     assert all(setting.bytes_of_step % length == 0 for length in lengths)
     train, held_out, _ = data.on_device(text, CPU, data.TREES)

@@ -36,9 +36,6 @@ class Setting:
     def longest(self) -> int:
         return max(length for _, length in self.windows)
 
-    def window_at(self, progress: float) -> int:
-        return next(length for begin, length in reversed(self.windows) if progress >= begin)
-
     @property
     def bytes_of_step(self) -> int:
         return self.model.batch * self.model.context
@@ -97,7 +94,7 @@ def _edit(setting: Setting, length: int) -> data.Edit:
 def _trainer(
     gpt: nn.Module, setting: Setting, seed: int, place: Place, train_data: Tensor, held_out: Tensor
 ) -> training.Trainer:
-    """Returns a trainer that draws windows by the time that has passed, after a batch of each length has been compiled."""
+    """Returns a trainer that draws windows by the time that has passed."""
     lengths = {length for _, length in setting.windows}
     draws = {
         length: data.training_windows(
@@ -109,16 +106,11 @@ def _trainer(
     validation = _windows(held_out, setting, setting.model.validation)
 
     def draw(generator: torch.Generator) -> text.Batch:
-        return draws[setting.window_at(trainer.progress())](generator)
+        return draws[training.length_at(setting.windows, trainer.progress())](generator)
 
-    trainer = training.Trainer(gpt, recipe, draw, validation, seed)
-    if place.compile:
-        warm = data.generator(train_data.device, 0)
-        for length in sorted(lengths):
-            batch = data.windows(train_data, length, setting.bytes_of_step // length, warm)
-            with training.autocast(train_data.device, recipe.bf16):
-                gpt(batch.tokens, batch.targets).backward()
-        gpt.zero_grad()
+    drawn = data.generator(train_data.device, 0)
+    later = [data.windows(train_data, length, setting.bytes_of_step // length, drawn) for _, length in setting.windows[1:]]
+    trainer = training.Trainer(gpt, recipe, draw, validation, seed, later)  # which `draw` asks how far it is
     return trainer
 
 
