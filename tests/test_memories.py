@@ -195,6 +195,7 @@ def test_features(features):
     q, k = torch.randn(2, 1, 2, 5, 6, dtype=torch.float64)
     products = features(q, 2.5) @ features(k, 2.5).mT
     torch.testing.assert_close(memories.PRODUCTS[features](q, k, 2.5), products)
+    assert torch.autograd.gradcheck(lambda x: features(x, 2.5), q.clone().requires_grad_())
     scores = [(x @ y.mT) / 2.5 for x, y in ((q, k), (q, q), (k, k))]
     if features is memories.second_order:
         of, own_q, own_k = map(f, scores)

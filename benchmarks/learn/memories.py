@@ -437,11 +437,34 @@ class UnrotatedFarKeys(InputGate):
 
 
 def second_order(x: Tensor, temperature: float) -> Tensor:
-    """Returns features (b, h, n, 1 + d + d (d + 1) / 2) of length 1, whose products are f(s) / sqrt(f(s_qq) f(s_kk))."""
+    """Returns features of length 1, whose products are f(s) / sqrt(f(s_qq) f(s_kk)).
+
+    They are (b, h, n, F), where F is 1 + d + d (d + 1) / 2 and zeros up to a multiple of 8, which tensor cores need.
+    """
     x = x / math.sqrt(temperature)
-    i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    squares = x[..., i] * x[..., j] * torch.where(i == j, math.sqrt(0.5), 1.0)
-    return F.normalize(torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1), dim=-1)
+    features = F.normalize(torch.cat([torch.ones_like(x[..., :1]), x, _Squares.apply(x)], dim=-1), dim=-1)
+    return F.pad(features, (0, -features.shape[-1] % 8))
+
+
+class _Squares(torch.autograd.Function):
+    """x_i x_j for all i < j, and x_i^2 / sqrt(2). In the gradient each element of x takes its d pairs; PyTorch's would add one
+    pair after the other."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+        return x[..., i] * x[..., j] * torch.where(i == j, math.sqrt(0.5), 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        d = x.shape[-1]
+        i = torch.arange(d, device=x.device)
+        low, high = torch.minimum(i, i.unsqueeze(1)), torch.maximum(i, i.unsqueeze(1))
+        pairs = grad[..., low * d - low * (low - 1) // 2 + high - low]  # (..., d, d)
+        factor = torch.where(low == high, math.sqrt(2.0), 1.0)
+        return (pairs * factor * x.unsqueeze(-2)).sum(-1)
 
 
 def first_order(x: Tensor, temperature: float) -> Tensor:
