@@ -684,8 +684,10 @@ class FastmaxSelfAttention(nn.Module):
         log_decay, log_input_gate = log_gates_of(x, self.decay_proj, self.input_gate_proj)
         if log_decay is not None and mask is not None:
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
-        of_heads = (None if gate is None else gate.transpose(1, 2) for gate in (log_decay, log_input_gate))
-        return next(of_heads), next(of_heads)
+        return (
+            None if log_decay is None else log_decay.transpose(1, 2),
+            None if log_input_gate is None else log_input_gate.transpose(1, 2),
+        )
 
     def _output(self, o: Tensor, x: Tensor, state: SelfAttentionState | None = None) -> Tensor:
         gate = None if self.gate_proj is None else self.gate_proj(x)
