@@ -234,13 +234,31 @@ def test_delta_memory(features, decay, monkeypatch):
         torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5 * reference.abs().max().item())
 
 
-def test_delta_values(monkeypatch):
+def values_in_chunks(layer, x):
+    return torch.cat([naive_delta(layer, part, memories.second_order)[0] for part in x.split(memories.CHUNK, dim=1)], 2)
+
+
+def test_softmax_of_delta_values(monkeypatch):
     monkeypatch.setattr(memories, "CHUNK", 5)
     torch.manual_seed(0)
-    layer = randomised(memories.DeltaValues(16, 2, **OPTIONS))
+    off = {"conv": 0, "rope": False}  # which look beyond a chunk
+    layer = randomised(memories.SoftmaxOfDeltaValues(16, 2, attention="softmax", carries=False, **off))
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    q, k, _, log_decay = heads(layer, x)
+    u = values_in_chunks(layer, x)
+    o = fastmax.flash_attention(q, k, u, causal=True, scale=layer.scale, log_decay=log_decay)
+    torch.testing.assert_close(layer(x), layer._output(o, x))
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_delta_values(carries, monkeypatch):
+    monkeypatch.setattr(memories, "CHUNK", 5)
+    torch.manual_seed(0)
+    off = {} if carries else {"conv": 0, "rope": False}  # which look beyond a chunk
+    layer = randomised(memories.DeltaValues(16, 2, carries=carries, **OPTIONS | off))
     x = torch.randn(1, 12, 16, dtype=torch.float64)
     q, k, v, log_decay = heads(layer, x)
-    u, _ = naive_delta(layer, x, memories.second_order)
+    u = naive_delta(layer, x, memories.second_order)[0] if carries else values_in_chunks(layer, x)
     gate, total = layer._gate(x).exp(), log_decay.cumsum(-1)
     o = torch.zeros_like(v)
     for i in range(12):

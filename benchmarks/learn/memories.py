@@ -516,18 +516,36 @@ def _delta_step(
     features: Callable,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    products = PRODUCTS[features]
     since = log_decay.cumsum(-1)
-    between = (since.unsqueeze(-1) - since.unsqueeze(-2)).tril().exp().tril()
-    of_keys, beta = features(k, temperature), beta.unsqueeze(-1)
-    before = since.exp().unsqueeze(-1)
-    within = (beta * between * products(k, k, temperature)).tril(-1)
-    u = inverse_of_unit_triangle(within) @ (beta * (v - before * (of_keys @ state)))
+    of_keys, before, between = features(k, temperature), since.exp().unsqueeze(-1), _decays_between(since)
+    u = _values_of_chunk(k, v - before * (of_keys @ state), beta, between, features, temperature)
     read = None
     if q is not None:
-        read = before * (features(q, temperature) @ state) + (between * products(q, k, temperature)) @ u
+        read = before * (features(q, temperature) @ state) + (between * PRODUCTS[features](q, k, temperature)) @ u
     after = (since[..., -1:] - since).exp().unsqueeze(-1)
     return before[..., -1:, :] * state + (of_keys * after).mT @ u, u, read
+
+
+def delta_rule_in_chunks(
+    k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, features: Callable, temperature: float
+) -> Tensor:
+    """Returns u of `delta_rule` with a state of 0 before each chunk of CHUNK tokens. So there is no state to carry."""
+    n, padding = k.shape[2], -k.shape[2] % CHUNK
+    k, v = (F.pad(rows, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK)) for rows in (k, v))
+    beta, log_decay = (F.pad(x, (0, padding)).unflatten(2, (-1, CHUNK)) for x in (beta, log_decay))
+    own = _compiled(_values_of_chunk) if k.is_cuda else _values_of_chunk
+    return own(k, v, beta, _decays_between(log_decay.cumsum(-1)), features, temperature).flatten(2, 3)[:, :, :n]
+
+
+def _decays_between(since: Tensor) -> Tensor:
+    """Returns the decays from each earlier token of a chunk, given the sums of its log decays up to each token."""
+    return (since.unsqueeze(-1) - since.unsqueeze(-2)).tril().exp().tril()
+
+
+def _values_of_chunk(k: Tensor, v: Tensor, beta: Tensor, between: Tensor, features: Callable, temperature: float) -> Tensor:
+    """Returns u for values v that what is before the chunk predicts none of."""
+    within = (beta.unsqueeze(-1) * between * PRODUCTS[features](k, k, temperature)).tril(-1)
+    return inverse_of_unit_triangle(within) @ (beta.unsqueeze(-1) * v)
 
 
 def inverse_of_unit_triangle(lower: Tensor) -> Tensor:
@@ -562,11 +580,23 @@ def _diagonal_blocks(x: Tensor, length: int) -> Tensor:
 
 
 class DeltaValues(InputGate):
-    """An input gate, and values u of the delta rule beyond the window: the mean of u_j with weights exp(b_j) f(s_ij)."""
+    """An input gate, and values u of the delta rule beyond the window: the mean of u_j with weights exp(b_j) f(s_ij).
 
-    def __init__(self, *sizes: int, **options):
+    Args:
+        carries: whether a chunk of tokens begins with the state of those before it. Else its state is 0.
+    """
+
+    def __init__(self, *sizes: int, carries: bool = True, **options):
         super().__init__(*sizes, **options)
+        self.carries = carries
         self.beta_proj = to_heads(self)
+
+    def _values(self, x: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        if self.carries:
+            return self._delta(x, None, k, v, log_decay, second_order)[0].to(v.dtype)
+        beta = self._projected(self.beta_proj, x).sigmoid()
+        exact = (rows.to(log_decay.dtype) for rows in (k, v))
+        return delta_rule_in_chunks(*exact, beta, log_decay, second_order, 1 / self.scale).to(v.dtype)
 
     def _delta(self, x: Tensor, q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, features: Callable) -> tuple:
         """Returns u and the reads of `delta_rule`; the backward computes them again, since it needs all states."""
@@ -576,8 +606,19 @@ class DeltaValues(InputGate):
         return checkpoint(delta_rule, *given, use_reentrant=False, preserve_rng_state=False)
 
     def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-        u, _ = self._delta(x, None, k, v, log_decay, second_order)
-        return merged(self._near(q, k, v, log_decay), self._far(q, k, u.to(v.dtype), log_decay, self._gate(x)))
+        u = self._values(x, k, v, log_decay)
+        return merged(self._near(q, k, v, log_decay), self._far(q, k, u, log_decay, self._gate(x)))
+
+
+class SoftmaxOfDeltaValues(DeltaValues):
+    """Softmax over all keys with the values u of the delta rule."""
+
+    def __init__(self, *sizes: int, **options):
+        super().__init__(*sizes, **options)
+        del self.write_proj
+
+    def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        return merged(softmax_part(q, k, self._values(x, k, v, log_decay), log_decay, self.scale, q.shape[2]))
 
 
 class DeltaMemory(DeltaValues):

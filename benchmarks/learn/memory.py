@@ -66,9 +66,10 @@ CHOSEN = (
     *("hybrid_blocks", "hybrid_blocks_mean", "blocks"),
 )
 DELTA = ("delta_values", "delta", "delta_keys")
+DELTA_IN_CHUNKS = ("delta_values_in_chunks", "softmax_delta_in_chunks")
 VARIANTS_OF = {
-    "needle": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
-    "steps": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA),
+    "needle": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA_IN_CHUNKS, *DELTA),
+    "steps": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA_IN_CHUNKS, *DELTA),
     "recall": (
         *("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate"),
         *("kept_keys", "kept", "kept_alone", "kept_residual"),

@@ -122,6 +122,15 @@ VARIANTS = {
     "gate_polynomial": Variant("input gate, learned a0, a1, a2", layers={"fastmax": memories.LearnedPolynomial}),
     "gate_unrotated": Variant("input gate, far keys without rotation", layers={"fastmax": memories.UnrotatedFarKeys}),
     "delta_values": Variant("input gate, values of the delta rule", layers={"fastmax": memories.DeltaValues}),
+    "delta_values_in_chunks": Variant(
+        "input gate, values of the delta rule within 128 tokens",
+        layers={"fastmax": partial(memories.DeltaValues, carries=False)},
+    ),
+    "softmax_delta_in_chunks": Variant(
+        "softmax, same parts, values of the delta rule within 128 tokens",
+        "softmax",
+        layers={"softmax": partial(memories.SoftmaxOfDeltaValues, carries=False)},
+    ),
     "delta": Variant("window, delta rule on second-order features", layers={"fastmax": memories.DeltaMemory}),
     "delta_keys": Variant(
         "window, delta rule on keys", layers={"fastmax": partial(memories.DeltaMemory, features=memories.first_order)}
