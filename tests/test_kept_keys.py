@@ -596,6 +596,11 @@ def test_compiled_training_on_a_gpu(monkeypatch, fresh_dynamo):
         ({"kept_keys": 2, "input_gate": False}, ValueError, "kept_keys needs an input gate.* got 2 with input_gate=False"),
         ({"kept_keys": 2, "exact_window": 0}, ValueError, "kept_keys needs an exact_window of at least 1, got 2"),
         (
+            {"kept_keys": 2, "input_gate": None, "attention": "softmax", "exact_window": None},
+            ValueError,
+            'kept_keys needs attention="fastmax", got 2 with "softmax"',
+        ),
+        (
             {"kept_keys": 2, "input_gate": False, "attention": "softmax", "exact_window": None},
             ValueError,
             'kept_keys needs attention="fastmax", got 2 with "softmax"',

@@ -208,7 +208,8 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         _check_attention(attention)
         validation.check_count("kept_keys", kept_keys, least=0)
-        input_gate = kept_keys > 0 if input_gate is None else input_gate
+        if input_gate is None:
+            input_gate = kept_keys > 0 and attention == "fastmax"  # with softmax, kept_keys is what is refused
         switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
         switches |= {"input_gate": input_gate, "use_custom_gradient": use_custom_gradient, "bias": bias}
         for name, switch in switches.items():
