@@ -69,6 +69,7 @@ def tiny(monkeypatch):
     """Replaces the settings of all experiments by tiny ones."""
     for module, setting in (
         (equal_steps, TINY),
+        (conversion, TINY),
         (equal_time, replace(TINY, seconds=0.05, steps=1000, rows=1000)),
         (needle, TINY_NEEDLE),
         (capacity, capacity.Setting((256, 512), capacity.BATCH)),
@@ -237,12 +238,10 @@ def test_every_run_is_of_a_known_variant_and_setting():
         for name, experiment in __main__.EXPERIMENTS.items():
             module = sys.modules[experiment.execute.__module__]
             of_experiment = OF_EXPERIMENT.get(name, variants.VARIANTS)
-            settings = module.SETTINGS | getattr(module, "TRIALS", {}) if hasattr(module, "SETTINGS") else equal_steps.SETTINGS
+            settings = module.SETTINGS | getattr(module, "TRIALS", {})
             runs = experiment.runs(kind)
             assert len({run.key for run in runs}) == len(runs) > 0
-            assert all(run.variant in of_experiment and run.seed == 1 for run in runs)
-            names = {run.setting.partition(",")[0] if name == "conversion" else run.setting for run in runs}
-            assert names <= set(settings)
+            assert all(run.variant in of_experiment and run.setting in settings and run.seed == 1 for run in runs)
 
 
 def test_variants_of_one_seed_see_the_same_windows(text):

@@ -51,13 +51,14 @@ VARIANTS = {
     "kept_keys": Conversion("all layers, with decay, 256 kept keys", {"decay": True, "kept_keys": 256}, transfer=NORMS),
     "hybrid": Conversion("three layers of four, with decay", {"decay": True, "layers": [0, 1, 2, 4, 5, 6]}, transfer=NORMS),
 }
-# What follows the size of the model in the name of a setting -> its variants
-COMPARED = {"": tuple(name for name in VARIANTS if name != "kept_keys"), ", kept keys": ("softmax", "kept_keys")}
+KEPT_KEYS = ", kept keys"  # ends the names of settings that compare kept keys with softmax
+SETTINGS = equal_steps.SETTINGS | {name + KEPT_KEYS: setting for name, setting in equal_steps.SETTINGS.items()}
 
 
 def runs(device: torch.device) -> list[Run]:
     size = equal_steps.setting_of(device)
-    return [Run(variant, size + named, LEARNING_RATE, 1, 45.0) for named, variants in COMPARED.items() for variant in variants]
+    compared = {size: [name for name in VARIANTS if name != "kept_keys"], size + KEPT_KEYS: ["softmax", "kept_keys"]}
+    return [Run(variant, name, LEARNING_RATE, 1, 45.0) for name, variants in compared.items() for variant in variants]
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
@@ -65,7 +66,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
 
     `at` is the number of steps since the swap.
     """
-    setting, conversion = equal_steps.SETTINGS[run.setting.partition(",")[0]], VARIANTS[run.variant]
+    setting, conversion = SETTINGS[run.setting], VARIANTS[run.variant]
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.final)
     gpt = trained_teacher(setting, run.seed, place)

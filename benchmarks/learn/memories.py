@@ -592,18 +592,19 @@ class DeltaValues(InputGate):
         self.beta_proj = to_heads(self)
 
     def _values(self, x: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-        if self.carries:
-            return self._delta(x, None, k, v, log_decay, second_order)[0].to(v.dtype)
-        beta = self._projected(self.beta_proj, x).sigmoid()
-        exact = (rows.to(log_decay.dtype) for rows in (k, v))
-        return delta_rule_in_chunks(*exact, beta, log_decay, second_order, 1 / self.scale).to(v.dtype)
+        return self._delta(x, None, k, v, log_decay, second_order)[0].to(v.dtype)
 
     def _delta(self, x: Tensor, q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, features: Callable) -> tuple:
-        """Returns u and the reads of `delta_rule`; the backward computes them again, since it needs all states."""
+        """Returns u and the reads of `delta_rule`; without a state that is carried, u and None.
+
+        With one, the backward computes them again, since it needs all states.
+        """
         beta = self._projected(self.beta_proj, x).sigmoid()
-        exact = (None if rows is None else rows.to(log_decay.dtype) for rows in (q, k, v))
-        given = (*exact, beta, log_decay, features, 1 / self.scale)
-        return checkpoint(delta_rule, *given, use_reentrant=False, preserve_rng_state=False)
+        q, k, v = (None if rows is None else rows.to(log_decay.dtype) for rows in (q, k, v))
+        given = (k, v, beta, log_decay, features, 1 / self.scale)
+        if not self.carries:
+            return delta_rule_in_chunks(*given), None
+        return checkpoint(delta_rule, q, *given, use_reentrant=False, preserve_rng_state=False)
 
     def _attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         u = self._values(x, k, v, log_decay)

@@ -21,7 +21,7 @@ CAPACITIES = {name: variant.title for name, variant in capacity.VARIANTS.items()
 CONVERSIONS = {name: variant.title for name, variant in conversion.VARIANTS.items()}
 
 Lines = Iterator[list[str]]  # lines of a table; the first is the header
-Table = Callable[[pd.DataFrame], Lines]  # makes a table of the rows of one setting
+Table = Callable[[pd.DataFrame], Lines]  # makes a table of the rows of one setting, or of those that share a table
 
 
 def million(n: float) -> str:
@@ -178,6 +178,10 @@ TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "memory": (memory, {}),
     "capacity": (capacities, {}),
 }
+# Experiments whose settings share tables: name -> a function from a setting to the title of its table
+TITLE_OF_TABLE: dict[str, Callable[[str], str]] = {
+    "free-windows": lambda setting: "With facts" if setting.endswith(FACTS) else "Source trees",
+}
 
 
 def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]]], str]) -> str:
@@ -196,16 +200,11 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
         return f"Not measured yet: `python -m benchmarks.learn {name}`."
     table, figures = TABLES[name]
     found, parts = read_csv(path), []
-    titles = found["setting"].map(_kind_of_windows) if name == "free-windows" else found["setting"]
-    for title, own in found.groupby(titles, sort=False):
+    for title, own in found.groupby(found["setting"].map(TITLE_OF_TABLE.get(name, str)), sort=False):
         header, *lines = table(own)
         parts += [f"{title}. {conditions(own)}", as_table(header, lines)]
     parts += [f"![{shows}](figures/learn_{figure}.png)" for figure, shows in figures.items()]
     return "\n\n".join(parts)
-
-
-def _kind_of_windows(setting: str) -> str:
-    return "With facts" if setting.endswith(FACTS) else "Source trees"
 
 
 def rows_of(name: str, setting: str, root: Path) -> pd.DataFrame:

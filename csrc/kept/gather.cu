@@ -168,12 +168,8 @@ __global__ void __launch_bounds__(kThreads) gather_backward_kernel(const GatherB
   const int places = p.kept + p.block, head = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks, batch = head / p.hk, own = head % p.hk;
   const int begin = block == 0 ? 0 : p.kept, count = places - begin;
   const int64_t first = head_of_block(p, head, 0) * places, of_block = int64_t{p.hk} * places;
-  const Chain chain{next + int64_t{head} * p.blocks * places, places, block, 0};
-  const auto start = [&](int i) {
-    Chain at = chain;
-    at.place = begin + i;
-    return at;
-  };
+  const int* next_of_head = next + int64_t{head} * p.blocks * places;
+  const auto start = [&](int i) { return Chain{next_of_head, places, block, begin + i}; };
 
   const auto write_rows = [&](const void* grad, int width, void* out, const Stride& stride) {
     const int words = width / kElements;

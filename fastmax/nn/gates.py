@@ -19,7 +19,7 @@ def log_decay_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight: (heads, embed_dim).
         bias: (heads,).
     """
-    return _log_decay(_per_head(x, weight, bias))
+    return F.logsigmoid(_per_head(x, weight, bias))
 
 
 def log_input_gate_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -37,11 +37,7 @@ def log_gates_of(x: Tensor, decay: nn.Linear | None, input_gate: nn.Linear | Non
         return log_decay, None if input_gate is None else log_input_gate_of(x, input_gate.weight, input_gate.bias)
     weight, bias = (torch.cat([getattr(linear, name) for linear in (decay, input_gate)]) for name in ("weight", "bias"))
     of_decay, of_gate = _per_head(x, weight, bias).split([len(decay.weight), len(input_gate.weight)], dim=-1)
-    return _log_decay(of_decay), _log_input_gate(of_gate)
-
-
-def _log_decay(y: Tensor) -> Tensor:
-    return F.logsigmoid(y)
+    return F.logsigmoid(of_decay), _log_input_gate(of_gate)
 
 
 def _log_input_gate(y: Tensor) -> Tensor:
