@@ -1,8 +1,10 @@
 """Attention over several GPUs: `torchrun --nproc-per-node 2 -m benchmarks.distributed [--only TEXT] [--out CSV]`.
 
-Weak scaling: every rank holds the same number of tokens. The time of forward + backward over all ranks is compared with that
-of one rank's tokens alone; every rank measures both in turn. Times are those of the slowest rank. The note has the bytes that
-a rank received, counted at PyTorch's dispatcher and equal to the formula. `--device cpu` runs small sizes with gloo.
+Functions and layers whose tokens are sharded are weak scaling: every rank holds the same number of tokens, and the time of
+forward + backward over all ranks is compared with that of one rank's tokens alone. Layers and DTensors whose heads are sharded
+are strong scaling: a rank has its share of the heads, and the comparison is with all heads on one GPU. Every rank measures both
+in turn. Times are those of the slowest rank. For functions the note has the bytes that a rank received, counted at PyTorch's
+dispatcher and equal to the formula. `--device cpu` runs small sizes with gloo.
 
 On one GPU, without torchrun, `--compute-only [RANKS]` measures each rank in turn, without the others and with messages that
 take no time.
@@ -11,8 +13,10 @@ take no time.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,15 +25,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks import report
 from benchmarks.messages import Received, as_rank
 from benchmarks.registry import DTYPES
 from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol, Spread, device_ms, peak_bytes
-from fastmax import fastmax_attention, flash_attention
+from fastmax import FastmaxSelfAttention, fastmax_attention, flash_attention
 from fastmax.distributed import (
+    ContextParallel,
     Layout,
+    TensorParallel,
     context_parallel_attention,
     context_parallel_flash_attention,
     contiguous_layout,
@@ -66,6 +75,24 @@ class Case:
         return zigzag_layout(self.tokens * world, world)
 
 
+@dataclass(frozen=True)
+class LayerCase:
+    """A `FastmaxSelfAttention`, or attention to DTensors, with p = 2."""
+
+    tokens: int  # of each rank if tokens are sharded, else of all ranks
+    head_dim: int
+    what: str  # or "DTensors"
+    sharded: str = "heads"  # or tokens
+    heads: int = 32
+    dtype: str = "bf16"
+    mode: str = "fwd+bwd"
+    algorithm: str = "linear"
+
+    def label(self) -> str:
+        where = "a GPU" if self.sharded == "tokens" else "in all"
+        return f"{self.what}, {self.sharded} sharded, {self.dtype} (1,{self.heads},{self.tokens} {where},{self.head_dim})"
+
+
 CASES = {
     "cuda": (
         Case(65536, 64, at_least=0.92),
@@ -77,6 +104,9 @@ CASES = {
         Case(65536, 64, heads=16, algorithm="softmax", decay=True, gate=True),
         Case(65536, 64, heads=16, algorithm="quadratic"),
         Case(2**20, 64, heads=16, mode="memory"),  # on one GPU; on several, tokens of all together
+        LayerCase(65536, 64, "layer", "tokens"),
+        LayerCase(65536, 64, "layer"),
+        LayerCase(65536, 64, "DTensors"),
     ),
     "cpu": (
         Case(2048, 32, heads=2, dtype="fp32"),
@@ -84,6 +114,9 @@ CASES = {
         Case(512, 32, heads=2, dtype="fp32", algorithm="softmax", gate=True),
         Case(512, 32, heads=2, dtype="fp32", algorithm="quadratic", decay=True),
         Case(4096, 32, heads=2, dtype="fp32", mode="memory"),
+        LayerCase(512, 32, "layer", "tokens", heads=2, dtype="fp32"),
+        LayerCase(512, 32, "layer", heads=2, dtype="fp32"),
+        LayerCase(512, 32, "DTensors", heads=2, dtype="fp32"),
     ),
 }
 
@@ -125,6 +158,10 @@ def check(case: Case, device: torch.device) -> None:
         places = torch.cat([torch.arange(part.start, part.stop, device=device) for part in layout.of(group.rank())])
         own = {name: x.index_select(2, places) for name, x in whole.items()}
         expected, got = attend(few, whole, None)[:, :, places], attend(few, own, layout)
+    _compare(case, got, expected)
+
+
+def _compare(case: Case | LayerCase, got: Tensor, expected: Tensor) -> None:
     error = ((got - expected).double().norm() / expected.double().norm()).item()
     if not error < (1e-5 if case.dtype == "fp32" else 1e-2):
         raise AssertionError(f"{case.label()}: the ranks' output differs from one process's by {error:.1e}")
@@ -173,6 +210,67 @@ def measure(case: Case, device: torch.device, protocol: Protocol) -> list[Row]:
     return rows
 
 
+def measure_layer(case: LayerCase, device: torch.device, protocol: Protocol) -> list[Row]:
+    world, weak = dist.get_world_size(), case.sharded == "tokens"
+    attention = make_attention(case, device)
+    with torch.no_grad():
+        few = attention.inputs(min(1024, case.tokens) * (world if weak else 1))
+        _compare(case, attention.of_ranks(attention.shard(few)), attention.shard(attention.of_one(few)))
+    x = attention.inputs(case.tokens)
+    own = x if weak else attention.shard(x)
+
+    def differentiated(function, x: Tensor, weights: list[Tensor]) -> Call:
+        leaf = x.clone().requires_grad_()
+        return Call(lambda: torch.autograd.grad(function(leaf).square().sum(), [leaf, *weights]), lambda: together(device))
+
+    alone, spread = (
+        differentiated(attention.of_one, x, attention.weights_of_one),
+        differentiated(attention.of_ranks, own, attention.weights_of_ranks),
+    )
+    found = [_slowest(x, device) for x in device_ms([alone, spread], device, protocol)]
+    rows = [_row(case, case.tokens, name, x) for name, x in zip(("one GPU", f"{world} GPUs"), found, strict=True)]
+    of_peer = found[1].median / found[0].median
+    work = 1 if weak else 1 / world
+    rows[1] |= {"peer": "one GPU", "of_peer": of_peer, "note": f"{work / of_peer:.1%} of one GPU's rate"}
+    return rows
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A layer, or attention to q, k and v stacked in one tensor, on one GPU and over ranks."""
+
+    of_one: Callable[[Tensor], Tensor]
+    of_ranks: Callable[[Tensor], Tensor]  # from this rank's shard of the input to that of the output
+    shard: Callable[[Tensor], Tensor]  # of an input or an output
+    inputs: Callable[[int], Tensor]  # for a number of tokens, the same on all ranks
+    weights_of_one: list[Tensor]
+    weights_of_ranks: list[Tensor]
+
+
+def make_attention(case: LayerCase, device: torch.device) -> Attention:
+    rank, world, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[case.dtype]
+    mesh, width = init_device_mesh(device.type, (world,)), case.heads * case.head_dim
+
+    def inputs(tokens: int) -> Tensor:
+        shape = (1, tokens, width) if case.what == "layer" else (3, 1, case.heads, tokens, case.head_dim)
+        return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
+
+    if case.what == "DTensors":
+        attend = partial(fastmax_attention, causal=True, temperature=case.head_dim**0.5, algorithm="linear")
+
+        def of_ranks(own: Tensor) -> Tensor:
+            return attend(*(DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in own)).to_local()
+
+        return Attention(lambda x: attend(*x), of_ranks, lambda x: x.chunk(world, dim=-3)[rank], inputs, [], [])
+
+    torch.manual_seed(0)
+    layer = FastmaxSelfAttention(width, case.heads, device=device, dtype=dtype)
+    style = ContextParallel() if case.sharded == "tokens" else TensorParallel()
+    parallel = parallelize_module(copy.deepcopy(layer), mesh, style)
+    shard = partial(parallel.context.own, dim=1) if case.sharded == "tokens" else (lambda x: x)
+    return Attention(layer, parallel, shard, inputs, list(layer.parameters()), list(parallel.parameters()))
+
+
 def measure_alone(case: Case, device: torch.device, protocol: Protocol, world: int) -> list[Row]:
     """Measures each of `world` ranks in turn, and one process with a rank's tokens (for memory: with all tokens)."""
     memory = case.mode == "memory"
@@ -215,7 +313,7 @@ def _work(case: Case, world: int) -> int:
     return 1 if case.algorithm == "linear" else world
 
 
-def _row(case: Case, tokens: int, provider: str, x: Spread) -> Row:
+def _row(case: Case | LayerCase, tokens: int, provider: str, x: Spread) -> Row:
     row = {"case": case.label(), "batch": 1, "heads": case.heads, "tokens": tokens, "head_dim": case.head_dim, "causal": True}
     row |= {"algorithm": case.algorithm, "dtype": case.dtype, "mode": case.mode, "provider": provider, "median": x.median}
     unit = "MiB" if case.mode == "memory" else "ms"
@@ -255,9 +353,9 @@ def main() -> int:
     if first:
         print(report.HEADER)
     for case in CASES[device.type]:
-        if options.only not in case.label():
+        if options.only not in case.label() or (alone and isinstance(case, LayerCase)):
             continue
-        for row in rows_of(case, device, protocol):
+        for row in (measure_layer if isinstance(case, LayerCase) else rows_of)(case, device, protocol):
             rows.append(row | constant)
             if first:
                 print(report.line(row), flush=True)
