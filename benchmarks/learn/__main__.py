@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", action="append", metavar="VARIANT", help="run this variant; may be repeated")
     parser.add_argument("--setting", help="run this setting only")
+    parser.add_argument("--lr", type=float, help="run with this learning rate only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="skip runs that would end later")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes that share the device")
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         replace(run, seed=seed)
         for seed in options.seeds
         for run in first
-        if options.only is None or run.variant in options.only
+        if (options.only is None or run.variant in options.only) and options.lr in (None, run.lr)
     ]
     if options.steps is not None and options.out == RESULTS:
         parser.error("--steps is for trying things out: give another --out, where its rows are not taken for results")
