@@ -155,12 +155,15 @@ def _without_none(results):
 
 
 def _is_observed(arguments: tuple) -> bool:
-    """Returns whether autograd, a mode, a transform, a trace or the type of an argument takes part in a call's dispatch."""
+    """Returns whether autograd, a mode, a transform, a trace or the type of an argument takes part in a call's dispatch.
+
+    Meta tensors are dispatched too: the registered fake implementation has their results.
+    """
     if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in arguments]):
         return True
     if _dispatch_modes() > 0 or eager.is_transformed() or _is_tracing():
         return True
-    return not _PLAIN.issuperset(map(type, arguments))
+    return arguments[0].is_meta or not _PLAIN.issuperset(map(type, arguments))
 
 
 def register(
