@@ -31,6 +31,7 @@ BAD = {
     "rope_dim": (3, r"rope_dim must be even"),
     "rope_base": (0.0, r"rope_base must be > 0"),
     "longest_half_life": (-1.0, r"longest_half_life must be > 0"),
+    "steady_heads": (HEADS + 1, r"steady_heads must be at most num_kv_heads 4, got 5"),
     "use_custom_gradient": (1, r"use_custom_gradient must be a bool"),
     "window": (3, r"window needs attention=.softmax., got 3"),
     "attention": ("linear", r"attention must be .fastmax. or .softmax., got 'linear'"),

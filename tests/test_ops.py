@@ -573,7 +573,10 @@ def test_live_states_grow_with_the_root_of_the_chunks(monkeypatch):
 @pytest.mark.parametrize("options", [{"algorithm": "linear"}, {"algorithm": "quadratic"}, {"exact_window": 5}])
 def test_meta_tensors_take_no_computation(options):
     q, k, v = (torch.empty(1, heads, 2**20, 64, device="meta") for heads in (4, 2, 2))
-    with patch.object(eager, "forward", side_effect=AssertionError), patch.object(eager, "backward", side_effect=AssertionError):
+    with (
+        patch.object(eager, "forward", side_effect=AssertionError),
+        patch.object(eager, "backward", side_effect=AssertionError),
+    ):
         o = fastmax_attention(q.requires_grad_(), k, v, causal=True, temperature=8.0, **options)
         (grad,) = torch.autograd.grad(o.sum(), q)
     assert o.device.type == grad.device.type == "meta"

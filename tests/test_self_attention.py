@@ -3,6 +3,7 @@ refusals."""
 
 import copy
 import io
+import math
 import pickle
 from dataclasses import replace
 from itertools import product
@@ -494,6 +495,13 @@ def test_initialisation():
     decays = F.logsigmoid(layer.decay_proj.bias)
     half_lives = -torch.log(torch.tensor(2.0, dtype=torch.float64)) / decays
     torch.testing.assert_close(half_lives, torch.tensor([4.0, 20.0, 100.0, 500.0], dtype=torch.float64))
+    for steady, expected in ((2, [4.0, 500.0, 2.0**24, 2.0**24]), (3, [500.0] + [2.0**24] * 3), (4, [2.0**24] * 4)):
+        layer.steady_heads = steady
+        layer.reset_parameters()
+        half_lives = -math.log(2.0) / F.logsigmoid(layer.decay_proj.bias)
+        torch.testing.assert_close(half_lives, torch.tensor(expected, dtype=torch.float64))
+        same = FastmaxSelfAttention(64, 8, num_kv_heads=4, longest_half_life=500.0, steady_heads=steady, dtype=torch.float64)
+        assert torch.equal(same.decay_proj.bias, layer.decay_proj.bias)
     assert layer.decay_proj.weight.count_nonzero() == 0
     assert layer.qkv_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     qkv = torch.randn(1, 5, 128, dtype=torch.float64)
@@ -590,6 +598,10 @@ def test_a_replayed_graph_advances_the_state(options, flush_interval):
         ({"input_gate": 1}, TypeError, "input_gate must be a bool"),
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
         ({"longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens"),
+        ({"steady_heads": 1.0}, TypeError, "steady_heads must be an int"),
+        ({"steady_heads": -1}, ValueError, "steady_heads must be at least 0, got -1"),
+        ({"steady_heads": 5}, ValueError, "steady_heads must be at most num_kv_heads 4, got 5"),
+        ({"steady_heads": 1, "decay": False}, ValueError, "steady_heads needs decay gates, got 1 without them"),
         ({"norm_eps": -1e-6}, ValueError, "norm_eps must be > 0"),
         ({"dtype": torch.int8}, TypeError, "dtype must be float64, float32, float16 or bfloat16"),
         ({"conv": -1}, ValueError, "conv must be at least 0"),

@@ -287,16 +287,6 @@ class SlowDecays(fastmax.FastmaxSelfAttention):
         set_half_lives(self, biases_of_half_lives(self.num_kv_heads, self.longest_half_life, shortest=self.exact_window))
 
 
-class SteadyHeads(fastmax.FastmaxSelfAttention):
-    """FastmaxSelfAttention of whose heads one half begins with `longest_half_life`, and the other with 4 to 1024 tokens."""
-
-    def __init__(self, *sizes: int, **options):
-        super().__init__(*sizes, **options)
-        recent = biases_of_half_lives(self.num_kv_heads // 2, 1024.0)
-        steady = biases_of_half_lives(1, self.longest_half_life).expand(self.num_kv_heads - len(recent))
-        set_half_lives(self, torch.cat([recent, steady]))
-
-
 def set_half_lives(layer: fastmax.FastmaxSelfAttention, biases: Tensor) -> None:
     with torch.no_grad():
         layer.decay_proj.bias.copy_(biases)

@@ -53,13 +53,14 @@ RECALL_WINDOW = 32
 # The most important first
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
 SLOWER = ("p2_slow", "p2_slower", "p2_steady", "p2_wide", "p2_wide_slower", "p2_wide_steady")
-DECAYS = (*SLOWER, "softmax_wide", "gate_slow", "softmax_slow", "p2_without_decay")
+DECAYS = (*SLOWER, "softmax_steady", "softmax_wide", "gate_slow", "softmax_slow", "p2_without_decay")
 NEAR_KEYS = ("p2_near_256", "p2_near_384")
 HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
 CHOSEN = (
-    *("kept_keys", "kept_keys_wide", "kept_keys_wide_steady", "hybrid_kept_keys"),
+    *("kept_keys", "kept_keys_wide", "kept_keys_wide_steady", "hybrid_kept_keys", "kept_keys_steady"),
+    *("hybrid_kept_keys_steady", "kept_keys_wide_steady_1024"),
     *("kept_keys_wide_128", "kept_keys_512", "kept_keys_wide_1024"),
     *("kept", "kept_256", "kept_wide", "kept_alone", "kept_residual"),
     *("kept_steady", "kept_steady_512", "kept_steady_wide", "hybrid_kept_steady"),

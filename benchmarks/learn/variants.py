@@ -18,7 +18,6 @@ from benchmarks.learn.examples import model
 
 SAME_SIZE = 0.02
 SLOW = {"longest_half_life": 65536.0}
-STEADY = {"longest_half_life": 2.0**24}
 KEPT = {"kept_keys": 256}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
@@ -31,6 +30,7 @@ class Variant:
     window: bool = True  # whether fastmax has an exact window
     near: bool = False  # whether softmax sees only the keys within the window
     wide: bool = False  # whether there are half as many heads, each twice as wide
+    steady: bool = False  # whether half of the heads hardly decay at first, and the others have half-lives of up to 1024 tokens
     heads: int = 0  # number of heads, of the widths in `parts`; 0: that of the setting
     every: int = 0  # as in GPTConfig
     softmax_layers: tuple[int, ...] = ()  # indices of the blocks whose attention is softmax, in place of `every`
@@ -73,16 +73,12 @@ VARIANTS = {
         wide=True,
         layers={"fastmax": memories.SlowDecays},
     ),
-    "p2_steady": Variant(
-        "p = 2, all parts, half of the heads without decay at first",
-        parts=STEADY,
-        layers={"fastmax": memories.SteadyHeads},
-    ),
+    "p2_steady": Variant("p = 2, all parts, half of the heads without decay at first", steady=True),
     "p2_wide_steady": Variant(
-        "p = 2, all parts, half as many heads, half of them without decay at first",
-        parts=STEADY,
-        wide=True,
-        layers={"fastmax": memories.SteadyHeads},
+        "p = 2, all parts, half as many heads, half of them without decay at first", wide=True, steady=True
+    ),
+    "softmax_steady": Variant(
+        "softmax, same parts, half of the heads without decay at first", "softmax", steady=True, as_large_as="p2_all"
     ),
     "softmax_slow": Variant("softmax, same parts, half-lives to 64k", "softmax", SLOW, as_large_as="p2_slow"),
     # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
@@ -167,11 +163,20 @@ VARIANTS = {
     "kept_keys_wide_128": Variant(
         "p = 2, all parts, 128 kept keys, half as many heads", parts=KEPT | {"kept_keys": 128}, wide=True
     ),
+    "kept_keys_steady": Variant(
+        "p = 2, all parts, 256 kept keys, half of the heads without decay at first", parts=KEPT, steady=True
+    ),
     "kept_keys_wide_steady": Variant(
         "p = 2, all parts, 256 kept keys, half as many heads, half of them without decay at first",
-        parts=STEADY | KEPT,
+        parts=KEPT,
         wide=True,
-        layers={"fastmax": memories.SteadyHeads},
+        steady=True,
+    ),
+    "kept_keys_wide_steady_1024": Variant(
+        "p = 2, all parts, 1024 kept keys, half as many heads, half of them without decay at first",
+        parts=KEPT | {"kept_keys": 1024},
+        wide=True,
+        steady=True,
     ),
     "kept_keys_512": Variant("p = 2, all parts, 512 kept keys", parts=KEPT | {"kept_keys": 512}),
     "kept_keys_wide_1024": Variant(
@@ -181,6 +186,13 @@ VARIANTS = {
         "p = 2, all parts, 256 kept keys; softmax in layers 3 and 6 of 8",
         parts=KEPT,
         softmax_layers=(2, 5),
+        as_large_as="p2_all",
+    ),
+    "hybrid_kept_keys_steady": Variant(
+        "p = 2, all parts, 256 kept keys, half of the heads without decay at first; softmax in layers 3 and 6 of 8",
+        parts=KEPT,
+        softmax_layers=(2, 5),
+        steady=True,
         as_large_as="p2_all",
     ),
     "kept_alone": Variant(
@@ -261,6 +273,8 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
         sizes = sizes | {"n_head": sizes["n_head"] // 2}
     if variant.heads:
         sizes = sizes | {"n_head": variant.heads}
+    if variant.steady:
+        parts |= {"longest_half_life": 1024.0, "steady_heads": sizes["n_head"] // 2}
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
     if variant.fla:
         near = replace(config, attention="softmax", parts=PLAIN | {"window": window})

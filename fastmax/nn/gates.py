@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SHORTEST_HALF_LIFE = 4.0  # tokens
+STEADY_HALF_LIFE = 2.0**24  # tokens: hardly any decay over a context
 INPUT_GATE_BOUND = 8.0  # of |log_input_gate|
 
 
@@ -60,11 +61,13 @@ def zero_gate(channels: int, heads: int, like: Tensor) -> nn.Linear:
     return linear
 
 
-def biases_of_half_lives(heads: int, longest: float, shortest: float = SHORTEST_HALF_LIFE) -> Tensor:
+def biases_of_half_lives(heads: int, longest: float, shortest: float = SHORTEST_HALF_LIFE, steady: int = 0) -> Tensor:
     """Returns biases (heads,), float64, of a decay gate with weights 0 whose half-lives go from `shortest` to `longest` tokens.
 
-    The half-lives are spaced geometrically. A single head has `longest`.
+    The half-lives are spaced geometrically. A single head has `longest`. The last `steady` heads have STEADY_HALF_LIFE instead.
     """
-    shortest = shortest if heads > 1 else longest
-    half_lives = torch.linspace(math.log(shortest), math.log(longest), heads, dtype=torch.float64, device="cpu").exp()
+    others = heads - steady
+    shortest = shortest if others > 1 else longest
+    half_lives = torch.linspace(math.log(shortest), math.log(longest), others, dtype=torch.float64, device="cpu").exp()
+    half_lives = torch.cat([half_lives, half_lives.new_full((steady,), STEADY_HALF_LIFE)])
     return -torch.expm1(math.log(2.0) / half_lives).log()  # sigmoid(bias) ** half_life = 1/2

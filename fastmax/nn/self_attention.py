@@ -111,6 +111,9 @@ class FastmaxSelfAttention(nn.Module):
         longest_half_life: half-life of the slowest head at initialisation, in tokens: the weight of a key halves after so many
             tokens. At least 4. The half-lives of the heads are spaced geometrically from 4 to this value. Set it to the
             context length.
+        steady_heads: number of key/value heads, the last ones, that hardly decay at initialisation: their half-life is 2^24
+            tokens, and `longest_half_life` is that of the slowest of the others. With `kept_keys`, such heads keep keys that
+            are far away. Needs `decay`.
         input_gate: learn an input gate for each key/value head, an addition of this library. The weight of a key beyond the
             exact window is multiplied by `exp(log_input_gate)` of its token, between exp(-8) and exp(8), and 1 at first. Only
             with `attention="fastmax"`. None: only with `kept_keys`.
@@ -171,6 +174,7 @@ class FastmaxSelfAttention(nn.Module):
         rope_base: float = 10000.0,
         decay: bool = True,
         longest_half_life: float = 1024.0,
+        steady_heads: int = 0,
         input_gate: bool | None = None,
         kept_keys: int = 0,
         exact_window: int | None = None,
@@ -216,6 +220,7 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_bool(name, switch)
         validation.check_positive("rope_base", rope_base)
         _check_half_life(longest_half_life)
+        _check_steady_heads(steady_heads, num_kv_heads, decay)
         validation.check_positive("norm_eps", norm_eps)
         rope_dim = rotary_channels(head_dim, rope, rope_dim)
         validation.check_count("conv", conv, least=0)
@@ -224,7 +229,7 @@ class FastmaxSelfAttention(nn.Module):
         self.head_dim, self.value_dim = head_dim, value_dim
         self.attention, self.use_custom_gradient = attention, use_custom_gradient
         self.rope_dim, self.rope_base = rope_dim, float(rope_base)
-        self.longest_half_life = float(longest_half_life)
+        self.longest_half_life, self.steady_heads = float(longest_half_life), steady_heads
         self.window, self.kept_keys = window, kept_keys
         self.context = None  # set by `fastmax.distributed.ContextParallel`
         of_fastmax: dict[str, Any] = {
@@ -313,6 +318,8 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_positive(name, value)
         if name == "longest_half_life":
             _check_half_life(value)
+        if name == "steady_heads":
+            _check_steady_heads(value, self.num_kv_heads, self.decay_proj is not None)
         if name == "use_custom_gradient":
             validation.check_bool(name, value)
 
@@ -322,7 +329,8 @@ class FastmaxSelfAttention(nn.Module):
         Projections are drawn from a normal distribution of standard deviation 0.02, as in GPT-2, and their biases are 0. The
         convolution is the identity. The scales of norms are 1. The weights of the decay gate are 0, so decays do not depend on
         x at first. Its biases give half-lives spaced geometrically from 4 tokens to `longest_half_life`, one per key/value
-        head; a single head has `longest_half_life`. The weights and biases of the input gate are 0: it multiplies by 1.
+        head; a single head has `longest_half_life`. The last `steady_heads` heads have a half-life of 2^24 tokens instead. The
+        weights and biases of the input gate are 0: it multiplies by 1.
         """
         for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
             if proj is not None:
@@ -335,7 +343,8 @@ class FastmaxSelfAttention(nn.Module):
         if self.decay_proj is not None:
             nn.init.zeros_(self.decay_proj.weight)
             with torch.no_grad():
-                self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
+                biases = biases_of_half_lives(self.num_kv_heads, self.longest_half_life, steady=self.steady_heads)
+                self.decay_proj.bias.copy_(biases)
         if self.input_gate_proj is not None:
             nn.init.zeros_(self.input_gate_proj.weight)
             nn.init.zeros_(self.input_gate_proj.bias)
@@ -807,6 +816,14 @@ def _check_half_life(longest: Any) -> None:
     validation.check_positive("longest_half_life", longest)
     if longest < SHORTEST_HALF_LIFE:
         raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
+
+
+def _check_steady_heads(steady_heads: Any, num_kv_heads: int, decay: bool) -> None:
+    validation.check_count("steady_heads", steady_heads, least=0)
+    if steady_heads > num_kv_heads:
+        raise ValueError(f"steady_heads must be at most num_kv_heads {num_kv_heads}, got {steady_heads}")
+    if steady_heads > 0 and not decay:
+        raise ValueError(f"steady_heads needs decay gates, got {steady_heads} without them")
 
 
 def _refuse_state() -> NoReturn:
