@@ -1,10 +1,11 @@
-"""Attention over several GPUs: `torchrun --nproc-per-node 2 -m benchmarks.distributed [--only TEXT] [--out CSV]`.
+"""Attention over several GPUs: `torchrun --nproc-per-node 2 -m benchmarks.distributed [--layers] [--only TEXT] [--out CSV]`.
 
-Functions and layers whose tokens are sharded are weak scaling: every rank holds the same number of tokens, and the time of
-forward + backward over all ranks is compared with that of one rank's tokens alone. Layers and DTensors whose heads are sharded
-are strong scaling: a rank has its share of the heads, and the comparison is with all heads on one GPU. Every rank measures both
-in turn. Times are those of the slowest rank. For functions the note has the bytes that a rank received, counted at PyTorch's
-dispatcher and equal to the formula. `--device cpu` runs small sizes with gloo.
+Weak scaling: every rank holds the same number of tokens. The time of forward + backward over all ranks is compared with that
+of one rank's tokens alone; every rank measures both in turn. Times are those of the slowest rank. The note has the bytes that
+a rank received, counted at PyTorch's dispatcher and equal to the formula. `--device cpu` runs small sizes with gloo.
+
+`--layers` measures layers and DTensors in place of functions, without counting bytes. Where heads are sharded, each rank has
+its share of the heads and all tokens, and the comparison is with all heads on one GPU.
 
 On one GPU, without torchrun, `--compute-only [RANKS]` measures each rank in turn, without the others and with messages that
 take no time.
@@ -104,9 +105,6 @@ CASES = {
         Case(65536, 64, heads=16, algorithm="softmax", decay=True, gate=True),
         Case(65536, 64, heads=16, algorithm="quadratic"),
         Case(2**20, 64, heads=16, mode="memory"),  # on one GPU; on several, tokens of all together
-        LayerCase(65536, 64, "layer", "tokens"),
-        LayerCase(65536, 64, "layer"),
-        LayerCase(65536, 64, "DTensors"),
     ),
     "cpu": (
         Case(2048, 32, heads=2, dtype="fp32"),
@@ -114,6 +112,15 @@ CASES = {
         Case(512, 32, heads=2, dtype="fp32", algorithm="softmax", gate=True),
         Case(512, 32, heads=2, dtype="fp32", algorithm="quadratic", decay=True),
         Case(4096, 32, heads=2, dtype="fp32", mode="memory"),
+    ),
+}
+LAYER_CASES = {
+    "cuda": (
+        LayerCase(65536, 64, "layer", "tokens"),
+        LayerCase(65536, 64, "layer"),
+        LayerCase(65536, 64, "DTensors"),
+    ),
+    "cpu": (
         LayerCase(512, 32, "layer", "tokens", heads=2, dtype="fp32"),
         LayerCase(512, 32, "layer", heads=2, dtype="fp32"),
         LayerCase(512, 32, "DTensors", heads=2, dtype="fp32"),
@@ -330,6 +337,7 @@ def _slowest(x: Spread, device: torch.device) -> Spread:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the cases whose label contains this")
+    parser.add_argument("--layers", action="store_true", help="measure layers and DTensors")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=CASES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compute-only", type=int, nargs="?", const=2, default=0, metavar="RANKS", help="default: 2")
@@ -343,19 +351,23 @@ def main() -> int:
     if not alone:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rows_of = partial(measure_alone, world=options.compute_only) if alone else measure
+    cases, suite = CASES, "ranks alone" if alone else "distributed"
+    if options.layers:
+        if alone:
+            parser.error("--compute-only measures functions: leave --layers out")
+        cases, suite, rows_of = LAYER_CASES, "distributed layers", measure_layer
     first = alone or dist.get_rank() == 0
     # All ranks take the same number of rounds.
     protocol = Protocol(dropped=3, rounds=options.rounds, seconds=0.0)
-    suite = "ranks alone" if alone else "distributed"
     text = protocol.text(device, checked=not alone)  # without other ranks nothing is checked
     constant = {"suite": suite, "protocol": text} | report.environment(device, options.commit)
     rows: list[Row] = []
     if first:
         print(report.HEADER)
-    for case in CASES[device.type]:
-        if options.only not in case.label() or (alone and isinstance(case, LayerCase)):
+    for case in cases[device.type]:
+        if options.only not in case.label():
             continue
-        for row in (measure_layer if isinstance(case, LayerCase) else rows_of)(case, device, protocol):
+        for row in rows_of(case, device, protocol):
             rows.append(row | constant)
             if first:
                 print(report.line(row), flush=True)

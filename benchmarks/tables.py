@@ -431,6 +431,15 @@ def distributed(results: Results) -> Lines:
         yield [row.case, *map("{:.3g}".format, times), f"{rate:.1%}", target, f"{received / 1e6:.1f}"]
 
 
+@as_table("distributed_layers")
+def distributed_layers(results: Results) -> Lines:
+    """Layers and DTensors on one GPU and on two."""
+    yield ["(b, h, n, d)", "one GPU, ms", "two GPUs, ms", "rate per GPU"]
+    for row in results.rows("distributed_layers", provider="2 GPUs").itertuples():
+        one = results.median("distributed_layers", case=row.case, provider="one GPU")
+        yield [row.case, f"{one:.3g}", f"{row.median:.3g}", row.note.split(" of ")[0]]
+
+
 @as_table("ranks_alone")
 def ranks_alone(results: Results) -> Lines:
     """Each of two ranks without messages, and one GPU with a rank's tokens."""
@@ -647,7 +656,17 @@ _NAMED = (
     *(break_even, train_break_even, attention, attention_of_65536, cuda, cuda_memory, cuda_host, crossover, decode_rate),
     *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_options_cost, layer_cost, layer_steps),
     *(generation, auto_on_the_cpu),
-    *(distributed, ranks_alone, distributed_memory, exchange, ring_hides, char_lm, char_lm_texts, char_lm_seeds),
+    *(
+        distributed,
+        distributed_layers,
+        ranks_alone,
+        distributed_memory,
+        exchange,
+        ring_hides,
+        char_lm,
+        char_lm_texts,
+        char_lm_seeds,
+    ),
     *(far_keys_gain, conversion_swapped, conversion_ends, flash, flash_range, row_softmax, traffic, traffic_formula),
     *(cpu_device,),
 )
