@@ -6,11 +6,13 @@ import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from unittest import mock
 
 import pytest
 import torch
 from processes import check_messages, messages, run
+from test_distributed import cuts
 from test_parallel_styles import EXACT, make_layer
 from test_sharding import mesh_of
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from fastmax.decoding import init_state, prefill
 from fastmax.distributed import ContextParallel, Layout, TensorParallel, context_parallel, rank_consistency
 from fastmax.distributed.context import Context
 from fastmax.distributed.layout import contiguous_layout
+from fastmax.nn import kept_keys
 from fastmax.prepare import sharded_dispatch
 
 N = 22
@@ -39,6 +42,8 @@ LAYERS = {
     "linear": {"exact_window": 0, "p": 1, "algorithm": "linear", "conv": 3},
     "softmax": {"attention": "softmax", "decay": False},
     "window": {"attention": "softmax", "window": 4, "conv": 0},
+    "kept keys": {"exact_window": 2, "num_kv_heads": 4, "kept_keys": 2},
+    "kept keys without decay": {"exact_window": 5, "kept_keys": 3, "decay": False, "value_dim": 11},
 }
 
 
@@ -46,7 +51,12 @@ def own_tokens(context: Context, tokens: int) -> Tensor:
     return context.own(torch.arange(tokens), 0)
 
 
-def check_layer(group, options, layout, accompanying, recompute=False):
+def check_layer(group, options, layout, accompanying, recompute=False, block=3):
+    with mock.patch.object(kept_keys, "_BLOCK", block):
+        compare_layer(group, options, layout, accompanying, recompute)
+
+
+def compare_layer(group, options, layout, accompanying, recompute):
     mesh, layer = mesh_of(group), make_layer(options)
     parallel = parallelize_module(make_layer(options), mesh, ContextParallel(layout))
     own = own_tokens(parallel.context, N)
@@ -73,6 +83,15 @@ def check_layer(group, options, layout, accompanying, recompute=False):
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layer(options, layout):
     run(check_layer, 3, options, layout, {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kept_keys_of_any_parts(seed):
+    random = Random(seed)
+    options = {"num_kv_heads": random.choice([2, 8]), "kept_keys": random.randint(1, 9), "exact_window": random.randint(1, 9)}
+    options["decay"] = random.random() < 0.8
+    ranks = random.randint(2, 4)
+    run(check_layer, ranks, options, cuts(random, N, ranks), {}, random.random() < 0.3, random.choice([1, 2, 4, 7, 16, 30]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -285,7 +304,7 @@ IN_STEP = {  # what rank 1 does otherwise: its error, which rank 0 is told, or t
     "sequences": ("fastmax.distributed: cu_seqlens must be the same on all ranks, got ",) * 2,
     "a mask": ("fastmax.distributed: function must be the same on all ranks, got ",) * 2,
     "state": ("ValueError: state must be None in a context parallel layer",),
-    "kept keys": ("ValueError: kept_keys needs whole sequences, got 2 in a context parallel layer",),
+    "kept keys": ("fastmax.distributed: kept_keys must be the same on all ranks, got 0 on rank 0 and 2 on rank 1",) * 2,
     "input gate": ("fastmax.distributed: log_input_gate must be the same on all ranks, got None on rank 0 and given on rank 1",)
     * 2,
     "projection": ("ValueError: qkv_proj must return 64 channels",),
@@ -444,8 +463,8 @@ def check_refusals(group):
             lambda: ContextParallel("striped")._apply(make_layer({}), mesh),
             lambda: parallelize_module(nn.Linear(2, 2), mesh, ContextParallel()),
             lambda: ContextParallel(contiguous_layout([1, 1, 1]))._apply(make_layer({}), mesh),
-            lambda: in_context(lambda: keeping(x)),
-            lambda: parallelize_module(keeping, mesh, ContextParallel())(x),
+            lambda: in_context(lambda: keeping(x, attention_mask=gap)),
+            lambda: parallelize_module(keeping, mesh, ContextParallel())(x, cu_seqlens=cu_seqlens),
             lambda: layer(x, layer.init_state(1)),
             lambda: layer.step_(x[:, :1], layer.init_state(1)),
             lambda: layer(x, attention_mask=gap),
@@ -468,8 +487,8 @@ def test_refuses_by_name():
         'layout must be "contiguous", "zigzag" or a Layout',
         "ContextParallel needs a FastmaxSelfAttention or FASTMultiHeadAttention, got Linear without one",
         "layout must be for the 2 ranks of the mesh, got one for 3",
-        "kept_keys needs whole sequences, got 2 in a context parallel layer",
-        "kept_keys needs whole sequences, got 2 in a context parallel layer",
+        "attention_mask must be None in a context parallel layer with kept_keys, got a tensor of shape (",
+        "cu_seqlens must be None in a context parallel layer with kept_keys, got a tensor of shape (",
         "state must be None in a context parallel layer",
         "state must be None in a context parallel layer",
         "attention_mask of a context parallel layer must have padding only on the left or on the right",

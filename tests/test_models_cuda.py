@@ -57,9 +57,9 @@ def check_layer(group, options, style, layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "kept keys"])  # refused over ranks
-def test_layer_with_sharded_tokens(name, layout):
-    run(check_layer, 2, OPTIONS[name], "tokens", layout, backend="nccl")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_layer_with_sharded_tokens(options, layout):
+    run(check_layer, 2, options, "tokens", layout, backend="nccl")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

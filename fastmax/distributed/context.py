@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from fastmax.core import validation
+from fastmax.distributed import kept_keys as kept_keys_over_ranks
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -31,6 +32,8 @@ from fastmax.distributed.attention import (
 from fastmax.distributed.communication import all_gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, mark_reported, report_errors
+from fastmax.nn import kept_keys
+from fastmax.nn.kept_keys import KeptOptions, LayerTokens
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
 from fastmax.nn.short_convolution import ShortConvolution
@@ -126,6 +129,14 @@ class Context:
             pieces.append(convolution(x[:, part.local], recent, of_part)[0])
         # A rank without parts returns `before`, so that it takes part in the backward's collective.
         return torch.cat(pieces or (convolution(x)[0], *before), dim=1)
+
+    @outside_of_compiled_code
+    def attend_to_kept(self, tokens: LayerTokens, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
+        """Computes for local tokens what `fastmax.nn.kept_keys.attend` computes for whole sequences."""
+        layout = self.layout_of(tokens.q.shape[2])
+        if layout.world == 1:
+            return kept_keys.attend(tokens, None, options)
+        return kept_keys_over_ranks.attend(tokens, options, layout, self.group)
 
     @outside_of_compiled_code
     def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -253,7 +264,7 @@ class ContextParallel(ParallelStyle):
     Each rank passes its local tokens x (b, n, embed_dim) and gets their outputs. Positions, convolutions, decays and windows
     extend across ranks. `cu_seqlens` covers the whole sequence and is the same on all ranks. `attention_mask` covers the local
     tokens; padding must be on the left or right of a sequence. All ranks must run the forwards and backwards in the same
-    order. Decoding states and layers with `kept_keys` are not supported.
+    order. Decoding states are not supported. Layers with `kept_keys` take neither `cu_seqlens` nor `attention_mask`.
 
     The weight gradients of a rank are those of its local tokens. Sum them over ranks if the loss is a sum over tokens, or is
     divided by the number of tokens of all ranks.

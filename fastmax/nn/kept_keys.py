@@ -277,6 +277,66 @@ def step(
     return o, lse, state
 
 
+def left_by(tokens: LayerTokens, begin: int, options: KeptOptions) -> tuple[KeptKeys, Tensor]:
+    """Returns what later tokens need of these, to be joined by `joined`.
+
+    Args:
+        tokens: n consecutive tokens.
+        begin: position of the first of them.
+
+    Returns:
+        The state after these tokens, if the sequence had no others, and the sum of their log decays, float64 (b, hk).
+    """
+    log_factor, sums = _log_factors(tokens.gate, tokens.log_decay)
+    decay = log_factor.new_zeros(log_factor.shape[:2]) if sums is None else sums[..., -1]
+    end = begin + log_factor.shape[2]
+    positions = torch.arange(begin, end, device=log_factor.device).expand(log_factor.shape)
+    return _fitted(KeptKeys(tokens.k, tokens.v, log_factor + decay.unsqueeze(-1), positions), end, options), decay
+
+
+def joined(parts: Sequence[tuple[KeptKeys, Tensor]], end: int, options: KeptOptions) -> KeptKeys:
+    """Returns the state after the tokens of several parts of a sequence.
+
+    Args:
+        parts: the results of `left_by` for each, in the order of their positions. At least one.
+        end: position after the last token.
+    """
+    since: Tensor | float = 0.0  # sum of the log decays after a part
+    states = []
+    for state, decay in reversed(parts):
+        states.append(KeptKeys(state.keys, state.values, state.log_factors + since, state.positions))
+        since = decay.unsqueeze(-1) + since
+    tensors = zip(*(state.tensors().values() for state in reversed(states)), strict=True)
+    return _fitted(KeptKeys(*(torch.cat(x, dim=2) for x in tensors)), end, options)
+
+
+def _fitted(known: KeptKeys, end: int, options: KeptOptions) -> KeptKeys:
+    """Returns the state before position `end` of the known keys, in any number of slots: it drops those that are not kept.
+
+    Keys must be in the order of their positions, with free slots anywhere.
+    """
+    (b, hk, m), slots = known.positions.shape, slots_of(options.kept, options.window)
+    device = known.positions.device
+    candidate = eager.must_be_chosen(known.positions, torch.full((b,), end, device=device), options.window, _BLOCK)
+    rank = torch.where(candidate, known.log_factors.detach(), -torch.inf)
+    latest_first = torch.arange(m, device=device).flip(0).expand(b, hk, 1, m)
+    kept = ops.largest_so_far(rank.flip(-1).unsqueeze(2), latest_first, torch.zeros(1, device=device).long(), options.kept)
+    is_kept = torch.zeros(b, hk, m + 1, dtype=torch.bool, device=device)
+    is_kept = is_kept.scatter(2, torch.where(kept < 0, m, kept).squeeze(2), True)[..., :m]
+    free = (known.positions < 0) | (candidate & ~is_kept)
+    order = free.long().argsort(dim=-1, stable=True)[..., :slots]  # those that stay come first
+    free = free.gather(2, order)
+    more = max(0, slots - m)
+
+    def taken(x: Tensor) -> Tensor:
+        x = x.gather(2, eager.slots_like(order, x)).masked_fill(eager.slots_like(free, x), 0)
+        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, more))
+
+    fitted = known.map(taken)
+    fitted.positions = torch.where(F.pad(free, (0, more), value=True), -1, fitted.positions)
+    return fitted
+
+
 def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns b_j - G_j of tokens and the sums of their log decays, both float64. Without decay: the gates, None."""
     if log_decay is None:

@@ -463,7 +463,7 @@ class FastmaxSelfAttention(nn.Module):
                 o = fastmax(q, k, v, log_input_gate=gate, **self.options, **options)
             else:
                 o, lse = fastmax(q, k, v, log_input_gate=gate, return_lse=True, **self.options, **options)
-                o = self._with_kept_keys(o, lse, LayerTokens(q, k, v, gate, log_decay), cu_seqlens)
+                o = self._with_kept_keys(o, lse, LayerTokens(q, k, v, gate, log_decay), cu_seqlens, context)
             return self._output(o, x)
         attention: DecodeState | KeyValueCache
         kept = None
@@ -532,12 +532,17 @@ class FastmaxSelfAttention(nn.Module):
         state.positions.add_(1 if count is None else count)
         return self._output(o, x, state)
 
-    def _with_kept_keys(self, o: Tensor, lse: Tensor, tokens: LayerTokens, cu_seqlens: Tensor | None) -> Tensor:
+    def _with_kept_keys(
+        self, o: Tensor, lse: Tensor, tokens: LayerTokens, cu_seqlens: Tensor | None, context: ParallelContext | None
+    ) -> Tensor:
         """Returns the output of attention of whole sequences, o with log-sum-exp lse, with their kept keys included."""
         tokens = tokens.cast()
         with ops.without_autocast(tokens.q):
             tokens = self._prepared(tokens, self.use_custom_gradient)
-            of_kept = kept_keys.attend(tokens, cu_seqlens, self._kept_options(self.use_custom_gradient))
+            options = self._kept_options(self.use_custom_gradient)
+            of_kept = (
+                kept_keys.attend(tokens, cu_seqlens, options) if context is None else context.attend_to_kept(tokens, options)
+            )
             return o if of_kept is None else merge_attention(*zip((o, lse), of_kept, strict=True))[0]
 
     def _with_kept_keys_of(
@@ -589,7 +594,7 @@ class FastmaxSelfAttention(nn.Module):
         if context is None:
             return None
         # Attention and convolution compare their own arguments across ranks; these options are not among them.
-        options = {name: getattr(self, name) for name in ("attention", "window", "rope_dim", "rope_base")}
+        options = {name: getattr(self, name) for name in ("attention", "window", "rope_dim", "rope_base", "kept_keys")}
         return context.of_one_forward(options)
 
     def _heads(
@@ -725,7 +730,10 @@ class FastmaxSelfAttention(nn.Module):
         if context is not None and state is not None:
             _refuse_state()
         if context is not None and self.kept_keys > 0:
-            raise ValueError(f"kept_keys needs whole sequences, got {self.kept_keys} in a context parallel layer")
+            for name, given in (("cu_seqlens", cu_seqlens), ("attention_mask", mask)):
+                if given is not None:
+                    got = f"got {validation.describe(given)} with {self.kept_keys}"
+                    raise ValueError(f"{name} must be None in a context parallel layer with kept_keys, {got}")
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")

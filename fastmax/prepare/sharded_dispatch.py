@@ -55,6 +55,9 @@ class ParallelContext(Protocol):
     def convolve(self, convolution: Any, x: Tensor, places: Tensor | None) -> Tensor:
         """Applies a causal convolution to the local tokens."""
 
+    def attend_to_kept(self, tokens: Any, options: Any) -> tuple[Tensor, Tensor] | None:
+        """Attends to the kept keys of local tokens, as `fastmax.nn.kept_keys.attend`."""
+
     def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
         """Raises an error on all ranks if there is padding between real tokens of a sequence."""
 
