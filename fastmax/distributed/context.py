@@ -30,13 +30,12 @@ from fastmax.distributed.attention import (
     tokens_before,
 )
 from fastmax.distributed.communication import all_gather
-from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+from fastmax.distributed.layout import Layout, Part, contiguous_layout, zigzag_layout
 from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, mark_reported, report_errors
 from fastmax.nn import kept_keys
 from fastmax.nn.kept_keys import KeptOptions, LayerTokens
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
-from fastmax.nn.short_convolution import ShortConvolution
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
@@ -109,26 +108,29 @@ class Context:
         return tell
 
     @outside_of_compiled_code
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns the global positions of the local tokens, int64 (n,)."""
-        parts = self.layout_of(tokens).of(self.group.rank())
-        pieces = [torch.arange(part.start, part.stop, device=device) for part in parts]
-        return torch.cat(pieces) if pieces else torch.arange(0, device=device)
+    def with_tokens_before(self, x: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns each local part of x behind the tokens before it, which other ranks send, and the positions of these tokens.
 
-    @outside_of_compiled_code
-    def convolve(self, convolution: ShortConvolution, x: Tensor, places: Tensor | None) -> Tensor:
-        """Applies a causal convolution to the local tokens x (b, n, channels). Other ranks send the tokens before each part.
+        Args:
+            x: (b, n, channels), the local tokens.
+            count: number of tokens before each part. Before the sequence they are zeros, at position 0.
 
-        `places` is as in `ShortConvolution.forward`.
+        Returns:
+            (b, count + tokens of the part, channels) and int64 (count + tokens of the part,), global. A rank without parts has
+            one without tokens.
         """
         layout = self.layout_of(x.shape[1])
-        before = tokens_before(x, convolution.width - 1, group=self.group, layout=layout)
-        pieces = []
-        for part, recent in zip(layout.of(self.group.rank()), before, strict=False):
-            of_part = None if places is None else places[part.local]
-            pieces.append(convolution(x[:, part.local], recent, of_part)[0])
-        # A rank without parts returns `before`, so that it takes part in the backward's collective.
-        return torch.cat(pieces or (convolution(x)[0], *before), dim=1)
+        parts = layout.of(self.group.rank()) or (Part(0, 0, 0, 0),)
+        pieces = [x[:, part.local] for part in parts]
+        if count > 0:
+            # A rank without parts gets a tensor without tokens, so that it takes part in the backward's collective.
+            before = tokens_before(x, count, group=self.group, layout=layout)
+            pieces = [torch.cat(both, dim=1) for both in zip(before, pieces, strict=True)]
+        starts = [part.stop - piece.shape[1] for part, piece in zip(parts, pieces, strict=True)]
+        return [
+            (piece, torch.arange(start, part.stop, device=x.device).clamp(min=0))
+            for part, piece, start in zip(parts, pieces, starts, strict=True)
+        ]
 
     @outside_of_compiled_code
     def attend_to_kept(self, tokens: LayerTokens, options: KeptOptions) -> tuple[Tensor, Tensor] | None:

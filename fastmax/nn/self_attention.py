@@ -616,10 +616,12 @@ class FastmaxSelfAttention(nn.Module):
         qkv = self.qkv_proj(x)
         check = self._check_projected if context is None else context.telling(self._check_projected)
         check(x, qkv)
-        recent = places = None
+        if mask is not None:
+            qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
         if context is not None:
-            positions = context.positions(x.shape[1], x.device)
-        elif state is None:
+            return *self._heads_of_parts(qkv, cu_seqlens, context), None
+        recent = places = None
+        if state is None:
             positions = torch.arange(x.shape[1], device=x.device)
         else:
             qkv, recent = qkv.to(state.dtype), state.recent
@@ -631,30 +633,60 @@ class FastmaxSelfAttention(nn.Module):
                     positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None and packed is None:
             positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
-        if mask is not None:
-            qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
-        norms = _weight_of(self.q_norm, qkv), _weight_of(self.k_norm, qkv)
-        fuses = self._may_fuse(state) and self._fuses_heads(qkv, *norms)
-        recent_of_operator = conv_weight = None
+        fuses = self._may_fuse(state) and self._fuses_heads(qkv)
+        convolves = fuses and self._fusible_convolution is not None and packed is None
+        recent_of_operator = None
         if self.conv is not None:
-            if context is not None:
-                qkv = context.convolve(self.conv, qkv, places)
-            elif packed is not None and x.shape[1] == 0 and recent is not None:
+            if packed is not None and x.shape[1] == 0 and recent is not None:
                 recent = recent.clone()
             elif packed is not None:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
-            elif fuses and self._fusible_convolution is not None:
-                recent_of_operator, conv_weight = recent, self.conv.weight
+            elif convolves:
+                recent_of_operator = recent
                 recent = None if state is None else self.conv.last_tokens(qkv, recent, count)
             else:
                 qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
+        return *self._split(qkv, positions, places, recent_of_operator, fuses, convolves), recent
+
+    def _heads_of_parts(
+        self, qkv: Tensor, cu_seqlens: Tensor | None, context: ParallelContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v of the local tokens of a context parallel layer, given qkv (b, n, channels)."""
+        before = 0 if self.conv is None else self.conv.width - 1
+        fuses = self._may_fuse(None) and self._fuses_heads(qkv)
+        convolves = fuses and self._fusible_convolution is not None
+        of_parts = []
+        for tokens, positions in context.with_tokens_before(qkv, before):
+            places = None
+            if cu_seqlens is not None:
+                positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
+            if self.conv is not None and not convolves:
+                tokens = self.conv(tokens, None, places)[0]
+            heads = self._split(tokens, positions, places, None, fuses, convolves)
+            of_parts.append([rows[:, :, before:] for rows in heads])
+        q, k, v = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=2) for rows in zip(*of_parts, strict=True))
+        return q, k, v
+
+    def _split(
+        self, qkv: Tensor, positions: Tensor, places: Tensor | None, recent: Tensor | None, fuses: bool, convolves: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v with their norms and rotations, each (b, heads, n, channels).
+
+        Args:
+            qkv: (b, n, channels).
+            recent, places: of the convolution, if `convolves`.
+            fuses: whether a kernel computes it.
+            convolves: whether to apply the convolution, which only the kernel does.
+        """
+        norms = self._norm_weights(qkv)
+        conv_weight = self.conv.weight if convolves and self.conv is not None else None
         rotation = (None, None)
         if self.rope_dim:
             rotation = Rotation.at(positions, self.rope_dim, self.rope_base, qkv.dtype)
         split = ops.split_heads if fuses else eager.heads.split_heads
         q, k, v = split(
             qkv,
-            recent_of_operator,
+            recent,
             conv_weight,
             *norms,
             *rotation,
@@ -665,7 +697,10 @@ class FastmaxSelfAttention(nn.Module):
             *(0.0 if norm is None else norm.eps for norm in (self.q_norm, self.k_norm)),
         )
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
-        return q, k, v, recent
+        return q, k, v
+
+    def _norm_weights(self, qkv: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return _weight_of(self.q_norm, qkv), _weight_of(self.k_norm, qkv)
 
     def _may_fuse(self, state: SelfAttentionState | None) -> bool:
         """Returns whether kernels may compute what is around attention. They have no derivatives but the first.
@@ -682,10 +717,10 @@ class FastmaxSelfAttention(nn.Module):
         fits = isinstance(conv, ShortConvolution) and not conv.is_observed and conv.width <= ops.MAX_CONVOLUTION
         return conv if fits else None
 
-    def _fuses_heads(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> bool:
+    def _fuses_heads(self, qkv: Tensor) -> bool:
         """Returns whether a kernel computes the heads of q, k and v."""
         conv = self._fusible_convolution
-        weights = q_weight, k_weight, None if conv is None else conv.weight
+        weights = *self._norm_weights(qkv), None if conv is None else conv.weight
         if any(norm is not None and norm.eps is None for norm in (self.q_norm, self.k_norm)):
             return False
         has_parts = self.rope_dim > 0 or any(x is not None for x in weights)  # else the heads are views of qkv

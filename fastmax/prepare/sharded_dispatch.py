@@ -49,11 +49,8 @@ class ParallelContext(Protocol):
     def layout_of(self, tokens: int) -> Any:
         """Returns the layout of a sequence of which this rank has `tokens` tokens. The layout's `tokens` counts all of them."""
 
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns the positions of the local tokens in the sequence, int64 (n,)."""
-
-    def convolve(self, convolution: Any, x: Tensor, places: Tensor | None) -> Tensor:
-        """Applies a causal convolution to the local tokens."""
+    def with_tokens_before(self, x: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns each local part of x (b, n, channels) behind the `count` tokens before it, and their positions, int64."""
 
     def attend_to_kept(self, tokens: Any, options: Any) -> tuple[Tensor, Tensor] | None:
         """Attends to the kept keys of local tokens, as `fastmax.nn.kept_keys.attend`."""
