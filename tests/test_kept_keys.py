@@ -431,7 +431,7 @@ def test_nan_reaches_no_earlier_row(decay):
             for name, x in tensors.items():
                 if name not in ("q", "log_decay"):  # which are of the last query too
                     x[:, :, -1] = last
-        o, lse = kept_keys.attend(kept_keys.LayerTokens(**{"log_decay": None} | tensors), None, options)
+        o, lse = kept_keys.attend(kept_keys.LayerTokens(**{"log_decay": None} | tensors), options)
         seen = lse > -torch.inf
         assert seen[0, 0].tolist() == [i >= WINDOW for i in range(LONG)]
         results.append([o, lse, *torch.autograd.grad(o.cos().sum() + lse[seen].sum(), list(tensors.values()))])

@@ -34,6 +34,7 @@ def swap(
     temperature: float | None,
     half_lives: tuple[float, float] | None,
     input_gate: bool,
+    kept_keys: int,
 ) -> list[str]:
     """Switches the model to fastmax attention with these options. Returns the names of the parameters of new gates.
 
@@ -44,11 +45,12 @@ def swap(
     if any(implementation == options.NAME for _, implementation, _ in before):
         raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
     layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
-    chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers}
+    chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers, "kept_keys": kept_keys or None}
     merged = [_merged(config, chosen) for config in configs]
     try:
         for config, each in zip(configs, merged, strict=True):
             options.check_options(each)
+            options.check_values(**each)
             config.fastmax = each
         model.set_attn_implementation(options.NAME)
         gates = []

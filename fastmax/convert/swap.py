@@ -43,7 +43,7 @@ def swap(
         longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
             geometrically from an eighth of it.
         input_gate: add input gates. At first they multiply by 1. None: only with `kept_keys`.
-        kept_keys: option of `FastmaxSelfAttention`, for which its layers need input gates. Hugging Face models do not have it.
+        kept_keys: option of `FastmaxSelfAttention` and of Hugging Face models. It needs input gates.
 
     Returns:
         The names of new parameters.
@@ -60,14 +60,12 @@ def swap(
     validation.check_positive("longest_half_life", longest_half_life)
     if temperature is not None:
         validation.check_positive("temperature", temperature)
-    if is_of_transformers(model):
-        if kept_keys > 0:
-            raise ValueError(f"kept_keys needs layers FastmaxSelfAttention, got {kept_keys} for a Hugging Face model")
-        half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
-        return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate)
-
     if kept_keys > 0 and not input_gate:
         raise ValueError(f"kept_keys needs input gates, got {kept_keys} with input_gate=False")
+    if is_of_transformers(model):
+        half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
+        return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate, kept_keys)
+
     chosen = _chosen(_softmax_layers(model), layers)
     options = {
         name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()

@@ -108,6 +108,13 @@ class Context:
         return tell
 
     @outside_of_compiled_code
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Returns the global positions of the local tokens, int64 (n,)."""
+        parts = self.layout_of(tokens).of(self.group.rank())
+        pieces = [torch.arange(part.start, part.stop, device=device) for part in parts]
+        return torch.cat(pieces) if pieces else torch.arange(0, device=device)
+
+    @outside_of_compiled_code
     def with_tokens_before(self, x: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
         """Returns each local part of x behind the tokens before it, which other ranks send, and the positions of these tokens.
 
@@ -137,7 +144,7 @@ class Context:
         """Computes for local tokens what `fastmax.nn.kept_keys.attend` computes for whole sequences."""
         layout = self.layout_of(tokens.q.shape[2])
         if layout.world == 1:
-            return kept_keys.attend(tokens, None, options)
+            return kept_keys.attend(tokens, options)
         return kept_keys_over_ranks.attend(tokens, options, layout, self.group)
 
     @outside_of_compiled_code

@@ -33,11 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmax import eager, ops
+from fastmax.core import validation
 from fastmax.decoding.batch_state import BatchState
 from fastmax.decoding.varlen import blocks_of
 from fastmax.functional import flash_attention
-from fastmax.prepare.padding import taken_at
-from fastmax.prepare.tensors import cast_for_autocast
+from fastmax.ops.merge import merge_attention
+from fastmax.prepare.padding import PackedPlaces, taken_at
+from fastmax.prepare.tensors import cast_for_autocast, prepare_queries_and_keys
 
 _BLOCK = 256  # B
 
@@ -49,6 +51,8 @@ class KeptOptions(NamedTuple):
     window: int  # W, at least 1
     scale: float  # of the scores
     use_custom_gradient: bool
+    normalize: str | None = None  # "token" or None, as in `fastmax_attention`; so is `lim`
+    lim: float = validation.DEFAULT_LIM
 
 
 @dataclass(eq=False)
@@ -147,7 +151,64 @@ class LayerTokens(NamedTuple):
         return LayerTokens(*zeroed)  # type: ignore[arg-type]
 
 
-def attend(tokens: LayerTokens, cu_seqlens: Tensor | None, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
+def included(o: Tensor, lse: Tensor, tokens: LayerTokens, options: KeptOptions, attend: Callable) -> Tensor:
+    """Returns the output of whole sequences with the second term included.
+
+    Args:
+        o, lse: output of `fastmax_attention` without it, and the log of the sums of weights.
+        tokens: as `fastmax_attention` takes them.
+        attend: a function of prepared tokens and the options, with the results of `attend`.
+    """
+    tokens = tokens.cast()
+    with ops.without_autocast(tokens.q):
+        of_kept = attend(_prepared(tokens, options), options)
+        return o if of_kept is None else merge_attention(*zip((o, lse), of_kept, strict=True))[0]
+
+
+def included_after(
+    o: Tensor,
+    lse: Tensor,
+    tokens: LayerTokens,
+    state: KeptKeys,
+    positions: Tensor,
+    count: Tensor | None,
+    options: KeptOptions,
+    packed: PackedPlaces | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, KeptKeys]:
+    """Returns the output of tokens after a state with the second term included, and the state after them.
+
+    Args:
+        o, lse, tokens: as for `included`.
+        state, positions, count: as for `prefill`.
+        packed: places of the tokens, if they are packed sequences. The state has a batch entry for each.
+        in_place: whether to overwrite the tensors of the state, for one token.
+    """
+    if tokens.q.shape[2] == 0:
+        return o, state.clone()
+    tokens = tokens.cast(state.dtype)
+    with ops.without_autocast(tokens.q):
+        options = options._replace(use_custom_gradient=options.use_custom_gradient and not eager.is_transformed())
+        single = tokens.q.shape[2] == 1 and eager.differentiating(*tokens)  # single tokens have all derivatives
+        tokens = _prepared(tokens, options._replace(use_custom_gradient=options.use_custom_gradient and not single))
+        if packed is not None:
+            tokens, count = LayerTokens(*packed.rows(*tokens)), packed.count
+        if tokens.q.shape[2] == 1:
+            o_kept, lse_kept, kept = step(tokens, state, positions, count, options, in_place)
+        else:
+            o_kept, lse_kept, kept = prefill(tokens, state, positions, count, options)
+        if packed is not None:
+            o_kept, lse_kept = packed.packed(o_kept), packed.packed(lse_kept)
+        return merge_attention((o, o_kept), (lse, lse_kept))[0], kept
+
+
+def _prepared(tokens: LayerTokens, options: KeptOptions) -> LayerTokens:
+    """Returns the tokens with q and k as `fastmax_attention` normalizes them."""
+    q, k = prepare_queries_and_keys(tokens.q, tokens.k, options.normalize, options.lim, None, options.use_custom_gradient)
+    return tokens._replace(q=q, k=k)
+
+
+def attend(tokens: LayerTokens, options: KeptOptions, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
     """Computes the second term of attention of whole sequences.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -23,12 +24,10 @@ from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_state import SelfAttentionState
 from fastmax.nn.short_convolution import ShortConvolution
-from fastmax.ops.merge import merge_attention
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.padding import PackedPlaces, RealFirst
 from fastmax.prepare.sharded_dispatch import ParallelContext
-from fastmax.prepare.tensors import prepare_queries_and_keys
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
@@ -463,7 +462,8 @@ class FastmaxSelfAttention(nn.Module):
                 o = fastmax(q, k, v, log_input_gate=gate, **self.options, **options)
             else:
                 o, lse = fastmax(q, k, v, log_input_gate=gate, return_lse=True, **self.options, **options)
-                o = self._with_kept_keys(o, lse, LayerTokens(q, k, v, gate, log_decay), cu_seqlens, context)
+                attend = partial(kept_keys.attend, cu_seqlens=cu_seqlens) if context is None else context.attend_to_kept
+                o = kept_keys.included(o, lse, LayerTokens(q, k, v, gate, log_decay), self._kept_options(), attend)
             return self._output(o, x)
         attention: DecodeState | KeyValueCache
         kept = None
@@ -480,8 +480,9 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 o, lse, attention = prefill_with_lse(q, k, v, state.attention, order, log_input_gate=gate, **options)
             if state.kept is not None:
-                assert gate is not None  # checked in `_check`
-                o, kept = self._with_kept_keys_of(state, o, lse, LayerTokens(q, k, v, gate, log_decay), count, packed)
+                assert lse is not None  # checked in `_check`
+                after = state.kept, state.positions, count, self._kept_options(), packed
+                o, kept = kept_keys.included_after(o, lse, LayerTokens(q, k, v, gate, log_decay), *after)
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
@@ -525,64 +526,18 @@ class FastmaxSelfAttention(nn.Module):
         token = {"log_decay": log_decay, "log_input_gate": gate, "attention_mask": attention_mask}
         o, lse = step_with_lse_(q, k, v, state.attention, **token)
         if state.kept is not None:
-            assert gate is not None  # checked in `_check`
-            o, _ = self._with_kept_keys_of(state, o, lse, LayerTokens(q, k, v, gate, log_decay), count, in_place=True)
+            assert lse is not None  # checked in `_check`
+            after = state.kept, state.positions, count, self._kept_options()
+            o, _ = kept_keys.included_after(o, lse, LayerTokens(q, k, v, gate, log_decay), *after, in_place=True)
         if state.recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)
         return self._output(o, x, state)
 
-    def _with_kept_keys(
-        self, o: Tensor, lse: Tensor, tokens: LayerTokens, cu_seqlens: Tensor | None, context: ParallelContext | None
-    ) -> Tensor:
-        """Returns the output of attention of whole sequences, o with log-sum-exp lse, with their kept keys included."""
-        tokens = tokens.cast()
-        with ops.without_autocast(tokens.q):
-            tokens = self._prepared(tokens, self.use_custom_gradient)
-            options = self._kept_options(self.use_custom_gradient)
-            of_kept = (
-                kept_keys.attend(tokens, cu_seqlens, options) if context is None else context.attend_to_kept(tokens, options)
-            )
-            return o if of_kept is None else merge_attention(*zip((o, lse), of_kept, strict=True))[0]
-
-    def _with_kept_keys_of(
-        self,
-        state: SelfAttentionState,
-        o: Tensor,
-        lse: Tensor | None,
-        tokens: LayerTokens,
-        count: Tensor | None,
-        packed: PackedPlaces | None = None,
-        in_place: bool = False,
-    ) -> tuple[Tensor, KeptKeys]:
-        """Returns the output of tokens after a state with kept keys, and the kept keys after them."""
-        assert lse is not None and state.kept is not None  # checked in `_check`
-        if tokens.q.shape[2] == 0:
-            return o, state.kept.clone()
-        tokens = tokens.cast(state.dtype)
-        with ops.without_autocast(tokens.q):
-            custom = self.use_custom_gradient and not eager.is_transformed()
-            single = tokens.q.shape[2] == 1 and eager.differentiating(*tokens)  # single tokens have all derivatives
-            tokens = self._prepared(tokens, custom and not single)
-            if packed is not None:
-                tokens, count = LayerTokens(*packed.rows(*tokens)), packed.count
-            after = state.kept, state.positions, count, self._kept_options(custom)
-            if tokens.q.shape[2] == 1:
-                o_kept, lse_kept, kept = kept_keys.step(tokens, *after, in_place)
-            else:
-                o_kept, lse_kept, kept = kept_keys.prefill(tokens, *after)
-            if packed is not None:
-                o_kept, lse_kept = packed.packed(o_kept), packed.packed(lse_kept)
-            return merge_attention((o, o_kept), (lse, lse_kept))[0], kept
-
-    def _prepared(self, tokens: LayerTokens, use_custom_gradient: bool) -> LayerTokens:
-        """Returns the tokens with q and k as `fastmax_attention` normalizes them."""
-        normalize = self.options["normalize"] or None
-        q, k = prepare_queries_and_keys(tokens.q, tokens.k, normalize, validation.DEFAULT_LIM, None, use_custom_gradient)
-        return tokens._replace(q=q, k=k)
-
-    def _kept_options(self, use_custom_gradient: bool) -> KeptOptions:
-        return KeptOptions(self.kept_keys, self.options["exact_window"], 1.0 / self.options["temperature"], use_custom_gradient)
+    def _kept_options(self) -> KeptOptions:
+        scale = 1.0 / self.options["temperature"]
+        window, normalize = self.options["exact_window"], self.options["normalize"] or None
+        return KeptOptions(self.kept_keys, window, scale, self.use_custom_gradient, normalize)
 
     @property
     def widths(self) -> tuple[int, int, int]:

@@ -16,9 +16,13 @@ from transformers.cache_utils import CacheLayerMixin
 from fastmax import ops
 from fastmax.core import validation
 from fastmax.decoding import DecodeState, init_state, prefill, step, step_
+from fastmax.decoding.parallel_prefill import prefill_with_lse
+from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
 from fastmax.integrations.transformers.options import GLOBAL, NAME, all_options, check_values, fastmax_layers
 from fastmax.integrations.transformers.unreadable import Unreadable
+from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens, included_after
+from fastmax.prepare.padding import RealFirst
 
 FLUSH_INTERVAL = 32  # tokens that a state on a GPU buffers: most steps then only read it (docs/cuda.md)
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # they do not change what a state holds
@@ -74,6 +78,7 @@ class FastmaxLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.state: DecodeState | None = None
+        self.kept: tuple[KeptKeys, Tensor] | None = None  # kept keys and the number of real tokens (b,); None: not an option
         self.hidden: Tensor | None = None  # FastmaxMask.hidden of the tokens seen, on the state's device; None = no padding
         self.options: dict = {}
         self.pending: tuple[NewTokens, NewTokens] | None = None
@@ -128,7 +133,9 @@ class FastmaxLayer(CacheLayerMixin):
         if self.state is None:
             self._start(query, key, value, options)
         given = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": log_input_gate}
-        if n == 1 and _can_overwrite(self.state):
+        if self.kept is not None:
+            o = self._attend_with_kept_keys(LayerTokens(query, key, value, log_input_gate, log_decay), padding, options)
+        elif n == 1 and _can_overwrite(self.state):
             o = step_(query, key, value, self.state, **given)
         else:
             attend = step if n == 1 else prefill
@@ -137,6 +144,30 @@ class FastmaxLayer(CacheLayerMixin):
         if self.offloads:
             self._move(torch.device("cpu"))
         return o
+
+    def _attend_with_kept_keys(self, tokens: LayerTokens, padding: Tensor | None, options: dict) -> Tensor:
+        """Computes attention of new tokens, kept keys included; the tokens join the states."""
+        kept, positions = self.kept
+        n, count, order = tokens.q.shape[2], None, None
+        in_place = n == 1 and _can_overwrite(self.state)
+        of_keys = {"log_decay": tokens.log_decay, "log_input_gate": tokens.gate}
+        if n == 1:
+            count = None if padding is None else padding.sum(1)
+            if in_place:
+                o, lse = step_with_lse_(tokens.q, tokens.k, tokens.v, self.state, attention_mask=padding, **of_keys)
+            else:
+                given = {"attention_mask": padding} | of_keys
+                o, lse, self.state = step_with_lse(tokens.q, tokens.k, tokens.v, self.state, **given)
+        else:
+            if padding is not None:
+                order = RealFirst.of(padding)
+                tokens, count = LayerTokens(*(None if x is None else order.first(x, 2) for x in tokens)), order.count
+                of_keys = {"log_decay": tokens.log_decay, "log_input_gate": tokens.gate}
+            o, lse, self.state = prefill_with_lse(tokens.q, tokens.k, tokens.v, self.state, order, **of_keys)
+        given = kept, positions, count, kept_options(options["kept_keys"], options)
+        o, kept = included_after(o, lse, tokens, *given, in_place=in_place)
+        self.kept = kept, positions + (n if count is None else count)
+        return o if order is None else order.back(o, 2)
 
     def number_of_keys(self) -> int:
         """Returns the number of keys that the last new token sees, itself included."""
@@ -201,10 +232,20 @@ class FastmaxLayer(CacheLayerMixin):
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
         options = {name: value for name, value in self.options.items() if name != "log_decay"}  # each call brings its own
-        flush_interval = flush_interval_of(query.device, options.get("p", 2))
+        kept = options.pop("kept_keys", 0)
+        flush_interval = 1 if kept > 0 else flush_interval_of(query.device, options.get("p", 2))
         self.state = init_state(*sizes, dtype=dtype, device=query.device, flush_interval=flush_interval, **options)
+        if kept > 0:
+            keys = KeptKeys.empty(*sizes, dtype, query.device, kept, options["exact_window"])
+            self.kept = keys, torch.zeros(batch, dtype=torch.int64, device=query.device)
         self.device = query.device
         self.is_initialized = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, kept keys included."""
+        kept = 0 if self.kept is None else sum(x.nbytes for x in self.kept)
+        return kept if self.state is None else kept + self.state.nbytes
 
     def get_seq_length(self) -> int:
         """Returns the number of tokens seen, padding included."""
@@ -228,11 +269,15 @@ class FastmaxLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.select(indices)
+            if self.kept is not None:
+                self.kept = self.kept[0].select(indices), self.kept[1][indices.to(self.kept[1].device)]
             self.hidden = None if self.hidden is None else self.hidden[indices.to(self.hidden.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state = self.state.repeat(repeats)
+            if self.kept is not None:
+                self.kept = self.kept[0].repeat(repeats), self.kept[1].repeat_interleave(repeats)
             self.hidden = None if self.hidden is None else self.hidden.repeat_interleave(repeats)
 
     def offload(self) -> None:
@@ -249,6 +294,7 @@ class FastmaxLayer(CacheLayerMixin):
         # Not non_blocking: the cache prefetches on a stream of its own, for which selecting from the batch does not wait.
         if self.state is not None and self.state.device != device:
             self.state = self.state.to(device)
+            self.kept = None if self.kept is None else tuple(x.to(device) for x in self.kept)
             self.hidden = None if self.hidden is None else self.hidden.to(device)
 
 
@@ -304,7 +350,7 @@ class FastmaxCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the states, and of the tensors that other layers keep."""
-        states = sum(layer.state.nbytes for layer in self.layers if isinstance(layer, FastmaxLayer) and layer.state is not None)
+        states = sum(layer.nbytes for layer in self.layers if isinstance(layer, FastmaxLayer))
         others = [layer for layer in self.layers if not isinstance(layer, FastmaxLayer)]
         kept = pytree.tree_leaves([getattr(layer, name, None) for layer in others for name in _KEPT])
         return states + sum(x.nbytes for x in kept if isinstance(x, Tensor))
@@ -334,6 +380,13 @@ def refuse_sequence(options: dict) -> None:
 def _of_state(options: dict) -> dict:
     """Returns the options that a state depends on."""
     return {name: value for name, value in options.items() if name not in _NOT_OF_A_STATE}
+
+
+def kept_options(kept: int, options: dict) -> KeptOptions:
+    """Returns the options of attention to kept keys, given those of `fastmax_attention` in a call."""
+    given = {"normalize": options.get("normalize") or None, "lim": options.get("lim", validation.DEFAULT_LIM)}
+    scale, custom = 1.0 / options["temperature"], options.get("use_custom_gradient", True)
+    return KeptOptions(kept, options["exact_window"], scale, custom, **given)
 
 
 def flush_interval_of(device: torch.device, p: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.core import validation
 from fastmax.functional import fastmax_attention
-from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
+from fastmax.integrations.transformers.cache import NewTokens, kept_options, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.gates import DecayGate, Gate, InputGate, refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
@@ -18,6 +19,9 @@ from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, r
 from fastmax.integrations.transformers.observation import observer_at_work
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
 from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
+from fastmax.nn import kept_keys
+from fastmax.nn.kept_keys import LayerTokens
+from fastmax.prepare.padding import RealFirst
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
 _OTHER_FUNCTIONS = {
@@ -32,6 +36,7 @@ _OTHER_FUNCTIONS = {
     "cache": "a paged cache",
 }
 _OF_FASTMAX = {"log_decay": "decays", "log_input_gate": "input gates"}  # softmax attention would ignore these
+_ADD_GATE = "fastmax.integrations.transformers.add_input_gate(model)"
 _IN_MASK = {"sliding_window"}  # softmax attention has these in its mask
 
 
@@ -121,8 +126,22 @@ def _attention(
     log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
     gate = kwargs.get("log_input_gate")
     _check_gate(module, InputGate, key, mask.causal, gate)
+    kept = options.get("kept_keys", 0) if state is not None else options.pop("kept_keys", 0)
+    if kept > 0:
+        _refuse_unless_causal(module, "kept_keys", mask.causal)
+        if gate is None:
+            raise ValueError(
+                f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: {_ADD_GATE}"
+            )
     if state is not None:
         o = state.attend(query, mask, options, log_decay, gate)
+    elif kept > 0:
+        rows = LayerTokens(query, key, value, gate, log_decay)
+        if cu_seqlens is None:
+            o = _with_kept_keys(rows, padding, None, kept, options)
+        else:
+            rows = LayerTokens(*(None if x is None else end_to_end(x) for x in rows))
+            o = rows_again(_with_kept_keys(rows, None, cu_seqlens, kept, options), query.shape[0])
     elif cu_seqlens is not None:
         of_keys = {"log_decay": log_decay, "log_input_gate": gate}
         options |= {name: None if x is None else end_to_end(x) for name, x in of_keys.items()}
@@ -132,6 +151,24 @@ def _attention(
         options |= {"log_decay": log_decay, "log_input_gate": gate}
         o = fastmax_attention(query, key, value, causal=mask.causal, attention_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _with_kept_keys(tokens: LayerTokens, padding: Tensor | None, cu_seqlens: Tensor | None, kept: int, options: dict) -> Tensor:
+    """Computes causal attention with kept keys of whole sequences.
+
+    Args:
+        padding: bool (b, n), True = real. Positions count real tokens, so these come first during the computation.
+        cu_seqlens: bounds of packed sequences, without padding.
+    """
+    order = None if padding is None else RealFirst.of(padding)
+    if order is not None:
+        tokens = LayerTokens(*(None if x is None else order.first(x, 2) for x in tokens)).real_only(order.count)
+    q, k, v, gate, log_decay = tokens
+    given = {"attention_mask": None if order is None else order.mask, "cu_seqlens": cu_seqlens, "return_lse": True}
+    o, lse = fastmax_attention(q, k, v, causal=True, log_decay=log_decay, log_input_gate=gate, **given, **options)
+    attend = partial(kept_keys.attend, cu_seqlens=cu_seqlens)
+    o = kept_keys.included(o, lse, tokens, kept_options(kept, options), attend)
+    return o if order is None else order.back(o, 2)
 
 
 def _softmax(

@@ -78,6 +78,7 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
             `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
+            `kept_keys`, as in `FastmaxSelfAttention`, for causal layers with input gates (`add_input_gate`);
             `log_decay`, a list of a number <= 0 for each key/value head, the decay of keys with every token; `layers`, the
             indices of the layers that run fastmax, or "global" for those that `config.layer_types` calls full attention (the
             others run transformers' "sdpa" with the masks of the model); `constant_memory`, True: `generate` makes a

@@ -24,6 +24,7 @@ OPTIONS = frozenset(
         "dropout",
         "rpe_matrix",
         "exact_window",
+        "kept_keys",
         "log_decay",
         "algorithm",
         "use_custom_gradient",
@@ -80,6 +81,7 @@ def check_values(
     dropout: object = 0.0,
     rpe_matrix: object = None,
     exact_window: object = 0,
+    kept_keys: object = 0,
     algorithm: object = "auto",
     use_custom_gradient: object = True,
     **checked: object,
@@ -92,6 +94,18 @@ def check_values(
     validation.check_exact_window(exact_window)
     validation.check_algorithm(algorithm, None)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
+    validation.check_count("kept_keys", kept_keys, least=0)
+    if kept_keys == 0:
+        return
+    given = {"exact_window": exact_window, "dropout": dropout, "rpe_matrix": rpe_matrix, "normalize": normalize}
+    allowed = {"exact_window": exact_window != 0, "dropout": not dropout, "rpe_matrix": rpe_matrix is None}
+    allowed["normalize"] = normalize not in (True, "sequence")
+    for name, is_allowed in allowed.items():
+        if not is_allowed:
+            raise ValueError(
+                "kept_keys needs an exact_window, no dropout, no rpe_matrix and no normalisation over a sequence, got "
+                f"{kept_keys} with {name} = {given[name]!r}"
+            )
 
 
 def _check_log_decay(log_decay: object) -> None:
