@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -82,8 +83,8 @@ class LayerCase:
 
     tokens: int  # of each rank if tokens are sharded, else of all ranks
     head_dim: int
-    what: str  # or "DTensors"
-    sharded: str = "heads"  # or tokens
+    what: Literal["layer", "DTensors"]
+    sharded: Literal["heads", "tokens"] = "heads"
     heads: int = 32
     dtype: str = "bf16"
     mode: str = "fwd+bwd"
@@ -359,7 +360,8 @@ def main() -> int:
     first = alone or dist.get_rank() == 0
     # All ranks take the same number of rounds.
     protocol = Protocol(dropped=3, rounds=options.rounds, seconds=0.0)
-    text = protocol.text(device, checked=not alone)  # without other ranks nothing is checked
+    check = "" if alone else "outputs compared with those of one process first"  # without other ranks there is no output
+    text = protocol.text(device, check)
     constant = {"suite": suite, "protocol": text} | report.environment(device, options.commit)
     rows: list[Row] = []
     if first:

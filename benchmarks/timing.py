@@ -37,10 +37,11 @@ class Protocol:
     max_rounds: int = 100
     sustained: float = 1.0  # seconds of a sustained measurement
 
-    def text(self, device: torch.device, checked: bool = True) -> str:
+    def text(self, device: torch.device, check: str = "checked against float64 first") -> str:
+        """Describes the protocol. `check` says what was compared before; "": nothing."""
         clock = "CUDA events, L2 flushed before each call" if device.type == "cuda" else "perf_counter"
         return (
-            f"same inputs in one process{', checked against float64 first' if checked else ''}; {clock}; calls take turns; "
+            f"same inputs in one process{check and f', {check}'}; {clock}; calls take turns; "
             f"first {self.dropped} rounds dropped, {self.rounds} to {self.max_rounds} kept; median, p20, p80. sustained: calls "
             f"back to back for {self.sustained:g} s after {WARM_SHARE:.0%} as long unmeasured, {SEGMENTS} segments"
         )

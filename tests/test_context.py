@@ -111,9 +111,14 @@ def test_packed_with_padding():
     run(check_layer, 3, LAYERS["defaults"], LAYOUTS["parts of every kind"], packed)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_other_numbers_of_ranks_and_computing_again(ranks):
-    run(check_layer, ranks, LAYERS["defaults"], "contiguous", {}, True)
+@pytest.mark.parametrize("name", ["defaults", "kept keys"])
+@pytest.mark.parametrize("ranks, layout", [(1, "contiguous"), (1, "zigzag"), (4, "contiguous")])
+def test_other_numbers_of_ranks_and_computing_again(name, ranks, layout):
+    run(check_layer, ranks, LAYERS[name], layout, {}, True)
+
+
+def test_kept_keys_of_normalised_rows():
+    run(check_layer, 3, LAYERS["kept keys"] | {"normalize": "token"}, LAYOUTS["parts of every kind"], {})
 
 
 def check_with_heads(group):
@@ -137,9 +142,10 @@ def test_tokens_and_heads():
     run(check_with_heads, 4)
 
 
-def check_manager(group, layout):
+@mock.patch.object(kept_keys, "_BLOCK", 3)
+def check_manager(group, layout, name):
     mesh = mesh_of(group)
-    layer, module = make_layer(LAYERS["defaults"]), FASTMultiHeadAttention(mask=True, normalize="token")
+    layer, module = make_layer(LAYERS[name]), FASTMultiHeadAttention(mask=True, normalize="token")
     x, q = torch.randn(2, N, 32, dtype=torch.float64), torch.randn(2, 4, N, 8, dtype=torch.float64)
 
     def everything(x: Tensor, q: Tensor) -> list[Tensor]:
@@ -158,9 +164,10 @@ def check_manager(group, layout):
     assert_close(layer(x), expected[0], **EXACT)  # outside it is one rank's again
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_manager(layout):
-    run(check_manager, 2, layout)
+@pytest.mark.parametrize("name", ["defaults", "kept keys"])
+@pytest.mark.parametrize("ranks, layout", [(1, "contiguous"), (2, "contiguous"), (2, "zigzag")])
+def test_manager(ranks, layout, name):
+    run(check_manager, ranks, layout, name)
 
 
 def check_threads(group):

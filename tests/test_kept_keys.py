@@ -337,6 +337,9 @@ def test_states_of_other_sizes_do_not_go_together():
 @torch.no_grad()
 def test_a_batch_of_none():
     layer, x = make(**LAYER), tokens(0, LONG)
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        assert torch.autograd.grad(layer(leaf).sum(), leaf)[0].shape == (0, LONG, C)
     y, state = layer(x[:, 1:], layer.init_state(0))
     assert layer(x).shape == x.shape and y.shape == x[:, 1:].shape
     assert layer.step_(x[:, :1], state).shape == (0, 1, C)
@@ -660,3 +663,11 @@ def test_kept_keys_are_a_state_of_their_own():
     assert state.repeat(2).keys.shape[0] == 4 and KeptKeys.cat([state, state]).log_factors.dtype == torch.float64
     with pytest.raises(ValueError, match=r"states\[1\] must have the shape of kept values of states\[0\], \(3, 16, 5\)"):
         KeptKeys.cat([state, KeptKeys.empty(2, 3, 4, 8, torch.bfloat16, None, 6, 7)])
+
+
+def test_gradient_of_the_state_alone():
+    """Rows of q have no gradient then, and those of k have one."""
+    layer, x = make(**LAYER, normalize="token"), tokens(1, 6).requires_grad_()
+    _, state = layer(x, layer.init_state(1))
+    (gradient,) = torch.autograd.grad(state.kept.keys.sum(), x)
+    assert gradient.any()

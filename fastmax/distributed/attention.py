@@ -227,11 +227,13 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
         validation.check_count("count", count)
-        layout = _check_layout(layout, group, x.shape[1])
+        given = _check_layout(layout, group, x.shape[1])
     options = {"function": "tokens_before", "count": count, "dtype of x": x.dtype, "device of x": x.device.type}
     options |= {"batch of x": x.shape[0], "channels of x": x.shape[2]}
     options |= {"gradient of x": x.requires_grad and torch.is_grad_enabled()}
-    layout = _check_layout_across_ranks(group, layout, x.shape[1], options)
+    layout = _check_layout_across_ranks(group, given, x.shape[1], options)
+    if group.size() == 1 and given is not None:
+        layout = given  # the check joins the parts of one rank, but each has tokens before it
     (before,) = halo((x.unsqueeze(1),), count, 0, layout, group)
     return before.squeeze(1).split(count, dim=1)
 

@@ -143,9 +143,10 @@ class Context:
     def attend_to_kept(self, tokens: LayerTokens, options: KeptOptions) -> tuple[Tensor, Tensor] | None:
         """Computes for local tokens what `fastmax.nn.kept_keys.attend` computes for whole sequences."""
         layout = self.layout_of(tokens.q.shape[2])
-        if layout.world == 1:
-            return kept_keys.attend(tokens, options)
-        return kept_keys_over_ranks.attend(tokens, options, layout, self.group)
+        with sharded_dispatch.entered(None):  # attention to kept keys is local
+            if layout.world == 1:
+                return kept_keys.attend(tokens, options)
+            return kept_keys_over_ranks.attend(tokens, options, layout, self.group)
 
     @outside_of_compiled_code
     def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:

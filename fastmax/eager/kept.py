@@ -115,7 +115,7 @@ def gather_kept_backward(
     grads = torch.cat([grad_keys.to(wide), grad_values.to(wide), grad_gate.to(wide).unsqueeze(-1)], dim=-1)
     grads = grads.unflatten(0, (b, blocks)).masked_fill((index < 0).transpose(1, 2).unsqueeze(-1), 0)
     summed = torch.ops.aten.embedding_dense_backward(grads, _rows_of(index, m), b * m * hk, -1, False)
-    of_k, of_v, of_factor = summed.view(b, m, hk, -1).transpose(1, 2).split([d, dv, 1], dim=-1)
+    of_k, of_v, of_factor = summed.view(b, m, hk, d + dv + 1).transpose(1, 2).split([d, dv, 1], dim=-1)
     return of_k.to(dtype), of_v.to(dtype), of_factor.squeeze(-1).double()
 
 

@@ -293,15 +293,10 @@ def prefill(
     recent = stop.unsqueeze(-1) - torch.arange(1, slots - options.kept + 1, device=q.device)
     is_recent = (recent >= 0) & ~eager.must_be_chosen(recent, stop, options.window, _BLOCK)
     recent = torch.where(is_recent, recent + origin.unsqueeze(-1), -1)
-    index = torch.cat([kept, recent.unsqueeze(1).expand(b, hk, -1)], dim=-1)
-    free, index = index < 0, index.clamp(min=0)
-    filled = (
-        x.gather(2, eager.slots_like(index, x)).masked_fill(eager.slots_like(free, x), 0) for x in known.tensors().values()
-    )
-    next_state = KeptKeys(*filled)
+    next_state = _slots_at(known, torch.cat([kept, recent.unsqueeze(1).expand(b, hk, -1)], dim=-1))
     if sums is not None:
-        next_state.log_factors = (next_state.log_factors + sums[..., -1:]).masked_fill(free, 0)
-    next_state.positions = next_state.positions.masked_fill(free, -1)
+        log_factors = next_state.log_factors + sums[..., -1:]
+        next_state.log_factors = log_factors.masked_fill(next_state.positions < 0, 0)
     return o, lse, next_state
 
 
@@ -338,29 +333,37 @@ def step(
     return o, lse, state
 
 
-def left_by(tokens: LayerTokens, begin: int, options: KeptOptions) -> tuple[KeptKeys, Tensor]:
-    """Returns what later tokens need of these, to be joined by `joined`.
+class PartState(NamedTuple):
+    """What a part of a sequence leaves for later tokens."""
 
-    Args:
-        tokens: n consecutive tokens.
-        begin: position of the first of them.
+    state: KeptKeys  # after the part, if the sequence had no other tokens
+    decay: Tensor  # sum of the log decays of the part, float64 (b, hk)
 
-    Returns:
-        The state after these tokens, if the sequence had no others, and the sum of their log decays, float64 (b, hk).
-    """
+
+def state_of_part(tokens: LayerTokens, begin: int, options: KeptOptions) -> PartState:
+    """Returns what consecutive tokens leave. `begin` is the position of the first of them; there may be none."""
     log_factor, sums = _log_factors(tokens.gate, tokens.log_decay)
-    decay = log_factor.new_zeros(log_factor.shape[:2]) if sums is None else sums[..., -1]
-    end = begin + log_factor.shape[2]
-    positions = torch.arange(begin, end, device=log_factor.device).expand(log_factor.shape)
-    return _fitted(KeptKeys(tokens.k, tokens.v, log_factor + decay.unsqueeze(-1), positions), end, options), decay
+    b, hk, n = log_factor.shape
+    end, device = begin + n, log_factor.device
+    decay = log_factor.new_zeros(b, hk) if sums is None else sums[..., -1:].sum(-1)
+    positions = torch.arange(begin, end, device=device).expand(b, hk, n)
+    known = KeptKeys(tokens.k, tokens.v, log_factor + decay.unsqueeze(-1), positions)
+    kept = torch.full((b, hk, options.kept), -1, device=device)
+    if n > 0:  # by blocks, of which the last one has the token after these
+        blocks = torch.arange(begin // _BLOCK, end // _BLOCK + 1, device=device)
+        starts, origin = (blocks * _BLOCK - begin).unsqueeze(0), torch.zeros(1, 1, dtype=torch.int64, device=device)
+        candidates = _candidates_at(log_factor.detach(), starts, origin, options.window)
+        kept = ops.largest_so_far(*candidates, blocks - blocks[0], options.kept)[:, :, -1]
+    recent = torch.arange(n - 1, n - 1 - options.window - _BLOCK, -1, device=device)  # the last ones
+    is_recent = (recent >= 0) & (recent + begin >= end - end % _BLOCK - options.window)
+    recent = torch.where(is_recent, recent, -1).expand(b, hk, -1)
+    return PartState(_slots_at(known, torch.cat([kept, recent], dim=-1)), decay)
 
 
-def joined(parts: Sequence[tuple[KeptKeys, Tensor]], end: int, options: KeptOptions) -> KeptKeys:
-    """Returns the state after the tokens of several parts of a sequence.
+def state_of_parts(parts: Sequence[PartState], end: int, options: KeptOptions) -> KeptKeys:
+    """Returns the state after several parts of a sequence, at least one, in the order of their positions.
 
-    Args:
-        parts: the results of `left_by` for each, in the order of their positions. At least one.
-        end: position after the last token.
+    `end` is the position after the last token.
     """
     since: Tensor | float = 0.0  # sum of the log decays after a part
     states = []
@@ -368,34 +371,25 @@ def joined(parts: Sequence[tuple[KeptKeys, Tensor]], end: int, options: KeptOpti
         states.append(KeptKeys(state.keys, state.values, state.log_factors + since, state.positions))
         since = decay.unsqueeze(-1) + since
     tensors = zip(*(state.tensors().values() for state in reversed(states)), strict=True)
-    return _fitted(KeptKeys(*(torch.cat(x, dim=2) for x in tensors)), end, options)
-
-
-def _fitted(known: KeptKeys, end: int, options: KeptOptions) -> KeptKeys:
-    """Returns the state before position `end` of the known keys, in any number of slots: it drops those that are not kept.
-
-    Keys must be in the order of their positions, with free slots anywhere.
-    """
-    (b, hk, m), slots = known.positions.shape, slots_of(options.kept, options.window)
-    device = known.positions.device
+    known = KeptKeys(*(torch.cat(x, dim=2) for x in tensors))
+    (b, hk, m), device = known.positions.shape, known.positions.device
     candidate = eager.must_be_chosen(known.positions, torch.full((b,), end, device=device), options.window, _BLOCK)
     rank = torch.where(candidate, known.log_factors.detach(), -torch.inf)
     latest_first = torch.arange(m, device=device).flip(0).expand(b, hk, 1, m)
-    kept = ops.largest_so_far(rank.flip(-1).unsqueeze(2), latest_first, torch.zeros(1, device=device).long(), options.kept)
-    is_kept = torch.zeros(b, hk, m + 1, dtype=torch.bool, device=device)
-    is_kept = is_kept.scatter(2, torch.where(kept < 0, m, kept).squeeze(2), True)[..., :m]
-    free = (known.positions < 0) | (candidate & ~is_kept)
-    order = free.long().argsort(dim=-1, stable=True)[..., :slots]  # those that stay come first
-    free = free.gather(2, order)
-    more = max(0, slots - m)
+    one_block = torch.zeros(1, dtype=torch.int64, device=device)
+    kept = ops.largest_so_far(rank.flip(-1).unsqueeze(2), latest_first, one_block, options.kept).squeeze(2)
+    position, recent = known.positions.masked_fill(candidate, -1).topk(options.window + _BLOCK, dim=-1)
+    return _slots_at(known, torch.cat([kept, torch.where(position < 0, -1, recent)], dim=-1))
 
-    def taken(x: Tensor) -> Tensor:
-        x = x.gather(2, eager.slots_like(order, x)).masked_fill(eager.slots_like(free, x), 0)
-        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, more))
 
-    fitted = known.map(taken)
-    fitted.positions = torch.where(F.pad(free, (0, more), value=True), -1, fitted.positions)
-    return fitted
+def _slots_at(known: KeptKeys, index: Tensor) -> KeptKeys:
+    """Returns a state with the known keys at `index` (b, hk, slots), -1 for a free slot."""
+    if known.positions.shape[2] == 0:
+        known = known.map(lambda x: F.pad(x, (0, 0) * (x.dim() - 3) + (0, 1)))
+    free, index = index < 0, index.clamp(min=0)
+    state = known.map(lambda x: x.gather(2, eager.slots_like(index, x)).masked_fill(eager.slots_like(free, x), 0))
+    state.positions = state.positions.masked_fill(free, -1)
+    return state
 
 
 def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:

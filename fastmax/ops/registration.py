@@ -163,7 +163,8 @@ def _is_observed(arguments: tuple) -> bool:
         return True
     if _dispatch_modes() > 0 or eager.is_transformed() or _is_tracing():
         return True
-    return arguments[0].is_meta or not _PLAIN.issuperset(map(type, arguments))
+    first = next(x for x in arguments if x is not None)  # gradients that come first may be None
+    return first.is_meta or not _PLAIN.issuperset(map(type, arguments))
 
 
 def register(
