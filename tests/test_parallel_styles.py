@@ -86,6 +86,32 @@ def test_tensor_parallel_layer(ranks, options):
     run(check_layer, ranks, options)
 
 
+def check_initialised_in_shards(group, style):
+    with torch.device("meta"):
+        layer = make_layer({"num_kv_heads": 4, "kept_keys": 2, "steady_heads": 2, "exact_window": 2})
+    expected = make_layer({"num_kv_heads": 4, "kept_keys": 2, "steady_heads": 2, "exact_window": 2})
+    expected.reset_parameters()
+    if style == "heads":
+        parallelize_module(layer, mesh_of(group), TensorParallel())
+    else:
+        fully_shard(layer, mesh=mesh_of(group))
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    for (name, parameter), other in zip(layer.named_parameters(), expected.parameters(), strict=True):
+        assert isinstance(parameter, DTensor) and parameter.shape == other.shape
+        if name.endswith("_proj.weight") and other.any():  # random
+            assert 0.015 < parameter.full_tensor().std() < 0.025, name
+        else:
+            assert torch.equal(parameter.full_tensor(), other), name
+
+
+@pytest.mark.parametrize("style", ["heads", "weights"])
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_initialised_in_shards(style):
+    """Large models are made on the meta device and initialised when their weights are shards."""
+    run(check_initialised_in_shards, 2, style)
+
+
 def check_compiled(group):
     x = torch.randn(2, 9, 32, dtype=torch.float64)
     for style in (TensorParallel(), ContextParallel()):

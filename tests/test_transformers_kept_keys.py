@@ -8,6 +8,7 @@ import torch
 
 from fastmax import convert
 from fastmax.nn import kept_keys
+from fastmax.prepare import sharded_dispatch
 
 transformers = pytest.importorskip("transformers")
 
@@ -218,6 +219,11 @@ def test_refused():
         ValueError, match="LlamaAttention has no input gate, by which the 2 kept_keys are chosen: .*add_input_gate"
     ):
         model(ids)
+    with (
+        mock.patch.object(sharded_dispatch, "current", object),
+        pytest.raises(ValueError, match="no form in context_parallel, got 2"),
+    ):
+        keeping(llama)(ids)
     encoder = make(transformers.BertModel, transformers.BertConfig(**BERT, fastmax=dict(model.config.fastmax)))
     with pytest.raises(ValueError, match="kept_keys needs a causal layer, and BertSelfAttention sees all keys in this call"):
         encoder(ids)

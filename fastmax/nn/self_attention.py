@@ -342,8 +342,9 @@ class FastmaxSelfAttention(nn.Module):
         if self.decay_proj is not None:
             nn.init.zeros_(self.decay_proj.weight)
             with torch.no_grad():
-                biases = biases_of_half_lives(self.num_kv_heads, self.longest_half_life, steady=self.steady_heads)
-                self.decay_proj.bias.copy_(biases)
+                bias = self.decay_proj.bias
+                biases = biases_of_half_lives(len(bias), self.longest_half_life, steady=self.steady_heads)
+                bias.copy_(sharded_dispatch.like_sharded(biases, bias))
         if self.input_gate_proj is not None:
             nn.init.zeros_(self.input_gate_proj.weight)
             nn.init.zeros_(self.input_gate_proj.bias)

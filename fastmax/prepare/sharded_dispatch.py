@@ -83,6 +83,16 @@ def is_dtensor(x: object) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def like_sharded(x: Tensor, parameter: Tensor) -> Tensor:
+    """Returns x, which is the same on all ranks, with the mesh and placements of a parameter; x itself if it has none."""
+    if not is_dtensor(parameter):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    x = x.to(parameter.device)
+    return distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
 def refuse(instead: str, **tensors: object) -> None:
     """Raises a TypeError that suggests `instead` if one of the tensors is a DTensor."""
     for name, x in tensors.items():

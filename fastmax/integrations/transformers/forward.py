@@ -21,6 +21,7 @@ from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
 from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
 from fastmax.nn import kept_keys
 from fastmax.nn.kept_keys import LayerTokens
+from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.padding import RealFirst
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
@@ -129,6 +130,8 @@ def _attention(
     kept = options.get("kept_keys", 0) if state is not None else options.pop("kept_keys", 0)
     if kept > 0:
         _refuse_unless_causal(module, "kept_keys", mask.causal)
+        if sharded_dispatch.current() is not None:
+            raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {kept}")
         if gate is None:
             raise ValueError(
                 f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: {_ADD_GATE}"
