@@ -671,3 +671,31 @@ def test_gradient_of_the_state_alone():
     _, state = layer(x, layer.init_state(1))
     (gradient,) = torch.autograd.grad(state.kept.keys.sum(), x)
     assert gradient.any()
+
+
+@pytest.mark.parametrize("seed", range(30))
+@torch.no_grad()
+def test_state_of_parts_is_that_of_the_whole(seed):
+    """Parts of a sequence leave what all its tokens leave, also where gates are equal."""
+    torch.manual_seed(seed)
+    options = kept_keys.KeptOptions(seed % 4 + 1, seed % 5 + 1, 1.0, True)
+    sizes = torch.randint(0, 9, (seed % 3 + 2,)).tolist()
+    n = sum(sizes)
+    q, k, v = (torch.randn(2, 2, n, 3, dtype=torch.float64) for _ in range(3))
+    gate = torch.randint(0, seed % 3 + 1, (2, 2, n)).double()
+    log_decay = -torch.rand(2, 2, n).double() if seed % 2 else None
+    whole = kept_keys.LayerTokens(q, k, v, gate, log_decay)
+    empty = KeptKeys.empty(2, 2, 3, 3, torch.float64, None, options.kept, options.window)
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = [
+        kept_keys.LayerTokens(*(None if x is None else x[:, :, begin : begin + size] for x in whole))
+        for begin, size in zip(begins, sizes, strict=True)
+    ]
+    left = [kept_keys.state_of_part(part, begin, options) for part, begin in zip(parts, begins, strict=True)]
+    got = kept_keys.state_of_parts(left, n, options)
+    expected = empty if n == 0 else kept_keys.prefill(whole, empty, torch.zeros(2).long(), None, options)[2]
+    for state in (got, expected):
+        order = state.positions.argsort(dim=-1, stable=True)
+        for name, x in state.tensors().items():
+            setattr(state, name, x.gather(2, eager.slots_like(order, x)))
+    close(got.tensors(), expected.tensors())

@@ -43,9 +43,10 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(kept_keys, "_BLOCK", BLOCK)
 
 
-def keeping(family, decay=True, **options):
-    model = family(fastmax={"exact_window": WINDOW, "kept_keys": KEPT} | options)
-    if decay:
+def keeping(family, decay="gates", **options):
+    constant = {"log_decay": [-0.1, -0.5, -0.01][: 2 if family is llama else 3]} if decay == "constant" else {}
+    model = family(fastmax={"exact_window": WINDOW, "kept_keys": KEPT} | constant | options)
+    if decay == "gates":
         add_decay(model, 16.0)
     add_input_gate(model)
     return drawn(model)
@@ -95,7 +96,7 @@ def defined():
 
 @FAMILIES
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("decay", [True, False], ids=["decay", ""])
+@pytest.mark.parametrize("decay", ["gates", "constant", ""])
 def test_equals_the_definition(family, side, decay):
     model, ids = keeping(family, decay), tokens(3, LONG)
     mask = padding_mask(side, (LONG, 11, 1))
@@ -126,9 +127,10 @@ def test_packed():
 
 
 @FAMILIES
+@pytest.mark.parametrize("decay", ["gates", "constant", ""])
 @pytest.mark.parametrize("sizes", [[LONG], [1] * LONG, [4, 1, 1, LONG - 6]], ids=str)
-def test_parts_equal_the_whole(family, sizes):
-    model, ids = keeping(family), tokens(2, LONG)
+def test_parts_equal_the_whole(family, sizes, decay):
+    model, ids = keeping(family, decay), tokens(2, LONG)
     expected = model(ids, use_cache=False).logits
     for inference in (False, True):
         with torch.inference_mode(inference):
@@ -213,6 +215,40 @@ def test_converted():
     assert model.config.fastmax["kept_keys"] == LONG and model(ids).logits.shape == softmax.shape
 
 
+def test_options_of_an_earlier_configuration():
+    model = llama(fastmax={"kept_keys": 0})
+    model.set_attn_implementation("sdpa")
+    convert.swap(model, exact_window=WINDOW)
+    assert "kept_keys" not in model.config.fastmax
+    model = llama(fastmax={"kept_keys": 2, "exact_window": WINDOW})
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="has kept_keys = 2, but swap got 0: pass the same value"):
+        convert.swap(model, exact_window=WINDOW)
+    convert.swap(model, exact_window=WINDOW, kept_keys=2)
+
+
+def test_encoder_and_decoder():
+    """The decoder's self-attention has kept keys; the encoder and the cross-attention have none."""
+    sizes = {"vocab_size": 40, "d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    special = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "forced_eos_token_id": None,
+    }
+    config = transformers.BartConfig(**sizes, **special, init_std=0.3, dropout=0.0)
+    model, ids, target = make(transformers.BartForConditionalGeneration, config), tokens(2, LONG), tokens(2, 12)
+    model.set_attn_implementation("sdpa")
+    names = convert.swap(model, exact_window=WINDOW, kept_keys=KEPT)
+    drawn(model)
+    assert names and all(".decoder.layers.0.self_attn." in name for name in names)
+    logits = model(ids, decoder_input_ids=target, use_cache=False).logits
+    with defined():
+        torch.testing.assert_close(logits, model(ids, decoder_input_ids=target, use_cache=False).logits)
+
+
 def test_refused():
     model, ids = llama(fastmax={"exact_window": WINDOW, "kept_keys": KEPT}), tokens(1, 5)
     with pytest.raises(
@@ -224,9 +260,11 @@ def test_refused():
         pytest.raises(ValueError, match="no form in context_parallel, got 2"),
     ):
         keeping(llama)(ids)
-    encoder = make(transformers.BertModel, transformers.BertConfig(**BERT, fastmax=dict(model.config.fastmax)))
     with pytest.raises(ValueError, match="kept_keys needs a causal layer, and BertSelfAttention sees all keys in this call"):
-        encoder(ids)
+        make(transformers.BertModel, transformers.BertConfig(**BERT, fastmax=dict(model.config.fastmax)))(ids)
+    encoder = make(transformers.BertModel, transformers.BertConfig(**BERT))
+    with pytest.raises(ValueError, match="needs layers of causal self-attention, got 2 for BertModel, which has none"):
+        integration.configure(encoder, exact_window=2, kept_keys=2)
     refused = {
         "exact_window": {},
         "dropout": {"exact_window": 2, "dropout": 0.1},
@@ -236,6 +274,10 @@ def test_refused():
     for name, options in refused.items():
         with pytest.raises(ValueError, match=f"kept_keys needs an exact_window.*got 2 with {name} = "):
             integration.configure(model, kept_keys=2, **options)
+        live = keeping(llama)
+        live.config.fastmax = {"kept_keys": 2} | options  # is not checked before the call
+        with pytest.raises(ValueError, match=f"kept_keys needs an exact_window.*got 2 with {name} = "):
+            live(ids)
     with pytest.raises(TypeError, match="kept_keys must be an int, got 2.0"):
         integration.configure(model, exact_window=2, kept_keys=2.0)
     with pytest.raises(ValueError, match="kept_keys must be at least 0, got -1"):

@@ -10,7 +10,12 @@ from transformers import PreTrainedConfig
 from fastmax.convert.masks import MaskOfTeacher
 from fastmax.integrations.transformers import add_decay, add_input_gate, options
 from fastmax.integrations.transformers.gates import DecayGate, InputGate
-from fastmax.integrations.transformers.layers import attention_layers, is_causal_self_attention, runs_fastmax
+from fastmax.integrations.transformers.layers import (
+    attention_layers,
+    is_causal_self_attention,
+    options_of_parts,
+    runs_fastmax,
+)
 
 __all__ = ["MaskOfTeacher", "fastmax_layers", "is_causal_self_attention", "options_to_change", "swap"]
 
@@ -45,8 +50,9 @@ def swap(
     if any(implementation == options.NAME for _, implementation, _ in before):
         raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
     layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
-    chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers, "kept_keys": kept_keys or None}
-    merged = [_merged(config, chosen) for config in configs]
+    chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers, "kept_keys": kept_keys}
+    of_configs = options_of_parts(model, configs, chosen)
+    merged = [_merged(config, {"kept_keys": 0} | of_config) for config, of_config in zip(configs, of_configs, strict=True)]
     try:
         for config, each in zip(configs, merged, strict=True):
             options.check_options(each)
@@ -68,8 +74,10 @@ def swap(
 
 
 def _merged(config: PreTrainedConfig, chosen: dict) -> dict:
-    """Returns the options of the configuration, updated with the chosen ones that are not None."""
+    """Returns the options of the configuration, updated with the chosen ones that are not None. No `kept_keys` are 0."""
     before = options.all_options(config)
+    if before.get("kept_keys") == 0:
+        del before["kept_keys"]
     for name, value in chosen.items():
         there = list(before[name]) if isinstance(before.get(name), tuple) else before.get(name)
         if there not in (None, value):
@@ -77,4 +85,4 @@ def _merged(config: PreTrainedConfig, chosen: dict) -> dict:
                 f"config.fastmax of {config.model_type} has {name} = {there!r}, but swap got {value!r}: pass the same value, "
                 "or reset the configuration with fastmax.integrations.transformers.configure(model)"
             )
-    return before | {name: value for name, value in chosen.items() if value is not None}
+    return before | {name: value for name, value in chosen.items() if value is not None and (name, value) != ("kept_keys", 0)}

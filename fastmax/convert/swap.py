@@ -31,7 +31,8 @@ def swap(
     It applies to layers `FastmaxSelfAttention(attention="softmax")` without a window, and to the attention of Hugging Face
     models. Keys in the window keep their softmax weights, so without `decay` outputs do not change on sequences of up to
     `exact_window` tokens. An error leaves the model unchanged. Other options in a Hugging Face model's `config.fastmax` stay (a
-    polynomial, `log_decay`, `constant_memory`); a different `exact_window`, `temperature` or `layers` there is an error.
+    polynomial, `log_decay`, `constant_memory`); a different `exact_window`, `temperature`, `layers` or `kept_keys` there is an
+    error.
 
     Args:
         model: a module that contains such layers or is one, or a Hugging Face model. Devices, dtypes and training modes stay.
@@ -43,7 +44,8 @@ def swap(
         longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
             geometrically from an eighth of it.
         input_gate: add input gates. At first they multiply by 1. None: only with `kept_keys`.
-        kept_keys: option of `FastmaxSelfAttention` and of Hugging Face models. It needs input gates.
+        kept_keys: number of keys beyond the window that are also weighted by exp(s), as in `FastmaxSelfAttention`. It needs
+            input gates.
 
     Returns:
         The names of new parameters.

@@ -116,15 +116,15 @@ class Context:
 
     @outside_of_compiled_code
     def with_tokens_before(self, x: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Returns each local part of x behind the tokens before it, which other ranks send, and the positions of these tokens.
+        """Returns each local part of x behind the tokens before it, which other ranks send, and the positions of all of them.
 
         Args:
             x: (b, n, channels), the local tokens.
             count: number of tokens before each part. Before the sequence they are zeros, at position 0.
 
         Returns:
-            (b, count + tokens of the part, channels) and int64 (count + tokens of the part,), global. A rank without parts has
-            one without tokens.
+            (b, count + tokens of the part, channels) and int64 (count + tokens of the part,), global. A rank without parts gets
+            one pair without tokens.
         """
         layout = self.layout_of(x.shape[1])
         parts = layout.of(self.group.rank()) or (Part(0, 0, 0, 0),)

@@ -336,7 +336,7 @@ def step(
 class PartState(NamedTuple):
     """What a part of a sequence leaves for later tokens."""
 
-    state: KeptKeys  # after the part, if the sequence had no other tokens
+    state: KeptKeys  # after the part, if the sequence had no other tokens; its keys are in the order of their positions
     decay: Tensor  # sum of the log decays of the part, float64 (b, hk)
 
 
@@ -354,7 +354,7 @@ def state_of_part(tokens: LayerTokens, begin: int, options: KeptOptions) -> Part
         starts, origin = (blocks * _BLOCK - begin).unsqueeze(0), torch.zeros(1, 1, dtype=torch.int64, device=device)
         candidates = _candidates_at(log_factor.detach(), starts, origin, options.window)
         kept = ops.largest_so_far(*candidates, blocks - blocks[0], options.kept)[:, :, -1]
-    recent = torch.arange(n - 1, n - 1 - options.window - _BLOCK, -1, device=device)  # the last ones
+    recent = torch.arange(n - options.window - _BLOCK, n, device=device)
     is_recent = (recent >= 0) & (recent + begin >= end - end % _BLOCK - options.window)
     recent = torch.where(is_recent, recent, -1).expand(b, hk, -1)
     return PartState(_slots_at(known, torch.cat([kept, recent], dim=-1)), decay)

@@ -87,10 +87,8 @@ def like_sharded(x: Tensor, parameter: Tensor) -> Tensor:
     """Returns x, which is the same on all ranks, with the mesh and placements of a parameter; x itself if it has none."""
     if not is_dtensor(parameter):
         return x
-    from torch.distributed.tensor import distribute_tensor
-
-    x = x.to(parameter.device)
-    return distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor  # as for `is_dtensor`
+    return distribute(x.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def refuse(instead: str, **tensors: object) -> None:

@@ -14,10 +14,10 @@ from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens, kept_options, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.gates import DecayGate, Gate, InputGate, refuse_missing
-from fastmax.integrations.transformers.layers import runs_fastmax
+from fastmax.integrations.transformers.layers import is_causal_self_attention, runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
 from fastmax.integrations.transformers.observation import observer_at_work
-from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, check_kept_keys, options_of
 from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
 from fastmax.nn import kept_keys
 from fastmax.nn.kept_keys import LayerTokens
@@ -105,6 +105,7 @@ def _attention(
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
         return _softmax(module, query, key, value, attention_mask, given)
     options = options_of(module.config)
+    check_kept_keys(**options)
     if dropout and "dropout" not in options:
         raise ValueError(_no_dropout(module, dropout))
     state = key.take(value) if isinstance(key, NewTokens) else None
@@ -127,9 +128,10 @@ def _attention(
     log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
     gate = kwargs.get("log_input_gate")
     _check_gate(module, InputGate, key, mask.causal, gate)
-    kept = options.get("kept_keys", 0) if state is not None else options.pop("kept_keys", 0)
+    kept = _kept_keys(module, options, mask.causal)
+    if state is None:
+        options.pop("kept_keys", None)
     if kept > 0:
-        _refuse_unless_causal(module, "kept_keys", mask.causal)
         if sharded_dispatch.current() is not None:
             raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {kept}")
         if gate is None:
@@ -156,6 +158,16 @@ def _attention(
     return o.transpose(1, 2).contiguous(), None
 
 
+def _kept_keys(module: nn.Module, options: dict, causal: bool) -> int:
+    """Returns the option `kept_keys`, 0 for the encoder and the cross-attention of encoder-decoder models, which share the
+    decoder's configuration."""
+    kept = options.get("kept_keys", 0)
+    if kept == 0 or (not causal and module.config.is_encoder_decoder and not is_causal_self_attention(module)):
+        return 0
+    _refuse_unless_causal(module, "kept_keys", causal)
+    return kept
+
+
 def _with_kept_keys(tokens: LayerTokens, padding: Tensor | None, cu_seqlens: Tensor | None, kept: int, options: dict) -> Tensor:
     """Computes causal attention with kept keys of whole sequences.
 
@@ -167,8 +179,8 @@ def _with_kept_keys(tokens: LayerTokens, padding: Tensor | None, cu_seqlens: Ten
     if order is not None:
         tokens = LayerTokens(*(None if x is None else order.first(x, 2) for x in tokens)).real_only(order.count)
     q, k, v, gate, log_decay = tokens
-    given = {"attention_mask": None if order is None else order.mask, "cu_seqlens": cu_seqlens, "return_lse": True}
-    o, lse = fastmax_attention(q, k, v, causal=True, log_decay=log_decay, log_input_gate=gate, **given, **options)
+    options = options | {"log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": cu_seqlens, "return_lse": True}
+    o, lse = fastmax_attention(q, k, v, causal=True, attention_mask=None if order is None else order.mask, **options)
     attend = partial(kept_keys.attend, cu_seqlens=cu_seqlens)
     o = kept_keys.included(o, lse, tokens, kept_options(kept, options), attend)
     return o if order is None else order.back(o, 2)

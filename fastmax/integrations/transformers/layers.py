@@ -29,6 +29,26 @@ def is_causal_self_attention(layer: nn.Module) -> bool:
     return causal and isinstance(getattr(layer, "layer_idx", None), int)
 
 
+def options_of_parts(model: nn.Module, configs: list[PreTrainedConfig], options: dict) -> list[dict]:
+    """Returns the options for each of a model's configurations: `kept_keys` only for parts with causal self-attention.
+
+    Raises:
+        ValueError: `kept_keys`, and no layer of the model is causal self-attention.
+    """
+    if not options.get("kept_keys"):
+        return [dict(options) for _ in configs]
+    layers = [layer for _, layer in attention_layers(model)]
+    if layers and not any(map(is_causal_self_attention, layers)):
+        got = f"got {options['kept_keys']} for {type(model).__name__}"
+        raise ValueError(f"kept_keys needs layers of causal self-attention, {got}, which has none")
+    others = {name: x for name, x in options.items() if name != "kept_keys"}
+    chosen = []
+    for config in configs:
+        own = [layer for layer in layers if layer.config is config]
+        chosen.append(dict(options) if not own or any(map(is_causal_self_attention, own)) else others)
+    return chosen
+
+
 def runs_fastmax(layer: nn.Module) -> bool:
     """Returns whether an attention layer runs fastmax.
 

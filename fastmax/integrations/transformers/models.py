@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastmax.integrations.transformers.gates import build_gates, refuse_gates, reset_gate
-from fastmax.integrations.transformers.layers import attention_layers, implementation, runs_fastmax
+from fastmax.integrations.transformers.layers import attention_layers, implementation, options_of_parts, runs_fastmax
 from fastmax.integrations.transformers.observation import INSTEAD, is_of_pytorch, observe_first_forward, refusal
 from fastmax.integrations.transformers.options import (
     NAME,
@@ -78,7 +78,8 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
             `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
-            `kept_keys`, as in `FastmaxSelfAttention`, for causal layers with input gates (`add_input_gate`);
+            `kept_keys`, as in `FastmaxSelfAttention`, of layers of causal self-attention, which then need input gates
+            (`add_input_gate`);
             `log_decay`, a list of a number <= 0 for each key/value head, the decay of keys with every token; `layers`, the
             indices of the layers that run fastmax, or "global" for those that `config.layer_types` calls full attention (the
             others run transformers' "sdpa" with the masks of the model); `constant_memory`, True: `generate` makes a
@@ -95,10 +96,11 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
     configs = list(configurations(model))
     if not configs:
         raise ValueError(f"model must hold a transformers model with its configuration, got a {type(model).__name__}")
+    of_configs = options_of_parts(model, configs, options) if isinstance(model, nn.Module) else [dict(options)] * len(configs)
     before = [dict(vars(config)) for config in configs]
     try:
-        for config in configs:
-            config.fastmax = dict(options)
+        for config, chosen in zip(configs, of_configs, strict=True):
+            config.fastmax = dict(chosen)
         _check_configured(model, configs)
     except Exception:
         for config, earlier in zip(configs, before, strict=True):

@@ -94,6 +94,18 @@ def check_values(
     validation.check_exact_window(exact_window)
     validation.check_algorithm(algorithm, None)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
+    check_kept_keys(kept_keys, exact_window, dropout, rpe_matrix, normalize)
+
+
+def check_kept_keys(
+    kept_keys: object = 0,
+    exact_window: object = 0,
+    dropout: object = 0.0,
+    rpe_matrix: object = None,
+    normalize: object = False,
+    **others: object,
+) -> None:
+    """Checks the option `kept_keys`, given the options that it excludes."""
     validation.check_count("kept_keys", kept_keys, least=0)
     if kept_keys == 0:
         return
