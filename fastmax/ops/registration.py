@@ -163,7 +163,9 @@ def _is_observed(arguments: tuple) -> bool:
         return True
     if _dispatch_modes() > 0 or eager.is_transformed() or _is_tracing():
         return True
-    first = next(x for x in arguments if x is not None)  # gradients that come first may be None
+    first = arguments[0]
+    if first is None:  # a gradient that is absent
+        first = next(x for x in arguments if x is not None)
     return first.is_meta or not _PLAIN.issuperset(map(type, arguments))
 
 
