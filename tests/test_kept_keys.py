@@ -699,3 +699,14 @@ def test_state_of_parts_is_that_of_the_whole(seed):
         for name, x in state.tensors().items():
             setattr(state, name, x.gather(2, eager.slots_like(order, x)))
     close(got.tensors(), expected.tensors())
+
+
+@torch.no_grad()
+def test_exported_with_any_number_of_tokens():
+    """Of more than a block and more than the window, as the example has."""
+    layer = make(**LAYER)
+    dynamic = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(layer, (tokens(3, LONG),), dynamic_shapes=dynamic).module()
+    for batch, n in ((2, WINDOW + 1), (2, 2 * BLOCK), (3, 3 * BLOCK), (5, 3 * BLOCK + 1), (2, 100)):
+        x = tokens(batch, n)
+        close(program(x), layer(x))

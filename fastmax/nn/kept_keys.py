@@ -225,7 +225,12 @@ def attend(tokens: LayerTokens, options: KeptOptions, cu_seqlens: Tensor | None 
         return None
     log_factor, sums = _log_factors(tokens.gate, log_decay)
     blocks: _Blocks
-    if cu_seqlens is None:
+    if cu_seqlens is None and torch.compiler.is_exporting():  # views of blocks have other strides where B divides n
+        earlier = torch.arange((n + _BLOCK - 1) // _BLOCK, device=device)
+        begin, none = (earlier * _BLOCK).unsqueeze(0), torch.zeros(1, 1, dtype=torch.int64, device=device)
+        blocks = _IndexedBlocks(window, begin, none, none + n, none, torch.arange(n, device=device).unsqueeze(0))
+        candidates = _candidates_at(log_factor.detach(), begin, none, window)
+    elif cu_seqlens is None:
         blocks = _WholeBlocks(n, window, device)
         earlier, candidates = blocks.earlier, blocks.candidates(log_factor.detach())
     else:
@@ -445,7 +450,7 @@ class _WholeBlocks:
     """The blocks of one sequence in each batch entry, from its first token on."""
 
     def __init__(self, n: int, window: int, device: torch.device):
-        self.n, self.window, self.count = n, window, -(-n // _BLOCK)
+        self.n, self.window, self.count = n, window, (n + _BLOCK - 1) // _BLOCK
         self.earlier = torch.arange(self.count, device=device)
         begin = (self.earlier * _BLOCK).unsqueeze(0)
         self.recent_keys = _recent_keys(begin, begin, n, window)
