@@ -238,8 +238,7 @@ def measure_layer(case: LayerCase, device: torch.device, protocol: Protocol) -> 
     found = [_slowest(x, device) for x in device_ms([alone, spread], device, protocol)]
     rows = [_row(case, case.tokens, name, x) for name, x in zip(("one GPU", f"{world} GPUs"), found, strict=True)]
     of_peer = found[1].median / found[0].median
-    work = 1 if weak else 1 / world
-    rows[1] |= {"peer": "one GPU", "of_peer": of_peer, "note": f"{work / of_peer:.1%} of one GPU's rate"}
+    rows[1] |= {"peer": "one GPU", "of_peer": of_peer, "note": f"{_work(case, world) / of_peer:.1%} of one GPU's rate"}
     return rows
 
 
@@ -316,8 +315,11 @@ def _bytes(case: Case, layout: Layout, rank: int) -> int:
     return sum(exchanged_bytes(layout, rank, **sizes, **of_keys, algorithm=case.algorithm))
 
 
-def _work(case: Case, world: int) -> int:
-    """Returns the work of a rank over that of its tokens alone: softmax and the quadratic algorithm see all tokens."""
+def _work(case: Case | LayerCase, world: int) -> float:
+    """Returns the work of a rank over that of one GPU. Softmax and the quadratic algorithm see the tokens of all ranks; of
+    sharded heads a rank has its share."""
+    if isinstance(case, LayerCase) and case.sharded == "heads":
+        return 1 / world
     return 1 if case.algorithm == "linear" else world
 
 

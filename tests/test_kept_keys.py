@@ -687,11 +687,10 @@ def test_state_of_parts_is_that_of_the_whole(seed):
     whole = kept_keys.LayerTokens(q, k, v, gate, log_decay)
     empty = KeptKeys.empty(2, 2, 3, 3, torch.float64, None, options.kept, options.window)
     begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    parts = [
-        kept_keys.LayerTokens(*(None if x is None else x[:, :, begin : begin + size] for x in whole))
-        for begin, size in zip(begins, sizes, strict=True)
-    ]
-    left = [kept_keys.state_of_part(part, begin, options) for part, begin in zip(parts, begins, strict=True)]
+    left = []
+    for begin, size in zip(begins, sizes, strict=True):
+        part = whole.map(lambda x, begin=begin, size=size: x[:, :, begin : begin + size])
+        left.append(kept_keys.state_of_part(part, begin, options))
     got = kept_keys.state_of_parts(left, n, options)
     expected = empty if n == 0 else kept_keys.prefill(whole, empty, torch.zeros(2).long(), None, options)[2]
     for state in (got, expected):
@@ -703,7 +702,7 @@ def test_state_of_parts_is_that_of_the_whole(seed):
 
 @torch.no_grad()
 def test_exported_with_any_number_of_tokens():
-    """Of more than a block and more than the window, as the example has."""
+    """An exported program takes any number of tokens above the block size and the window, if its example had so many."""
     layer = make(**LAYER)
     dynamic = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
     program = torch.export.export(layer, (tokens(3, LONG),), dynamic_shapes=dynamic).module()

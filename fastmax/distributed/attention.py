@@ -227,13 +227,11 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
         validation.check_count("count", count)
-        given = _check_layout(layout, group, x.shape[1])
+        layout = _check_layout(layout, group, x.shape[1])
     options = {"function": "tokens_before", "count": count, "dtype of x": x.dtype, "device of x": x.device.type}
     options |= {"batch of x": x.shape[0], "channels of x": x.shape[2]}
     options |= {"gradient of x": x.requires_grad and torch.is_grad_enabled()}
-    layout = _check_layout_across_ranks(group, given, x.shape[1], options)
-    if group.size() == 1 and given is not None:
-        layout = given  # the check joins the parts of one rank, but each has tokens before it
+    layout = _check_layout_across_ranks(group, layout, x.shape[1], options)
     (before,) = halo((x.unsqueeze(1),), count, 0, layout, group)
     return before.squeeze(1).split(count, dim=1)
 
@@ -381,7 +379,7 @@ def _check_across_ranks(
 def _check_layout_across_ranks(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
     """Checks that all ranks pass the same layout and options. Returns the layout; for None, that of contiguous ranges."""
     if group.size() == 1:
-        return contiguous_layout((n,))
+        return contiguous_layout((n,)) if layout is None else layout
     options = options | {"layout": None if layout is None else digest(layout.stretches)}
     counts = check_consistency(group, {name: str(x) for name, x in options.items()}, n)
     return contiguous_layout(counts) if layout is None else layout

@@ -47,7 +47,7 @@ def attend(tokens: LayerTokens, options: KeptOptions, layout: Layout, group: dis
 
 
 def _part(tokens: LayerTokens, part: Part) -> LayerTokens:
-    return LayerTokens(*(None if x is None else x[:, :, part.local] for x in tokens))  # type: ignore[arg-type]
+    return tokens.map(lambda x: x[:, :, part.local])
 
 
 def _numbers(state: KeptKeys, decay: Tensor) -> Tensor:

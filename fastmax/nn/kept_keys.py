@@ -137,6 +137,10 @@ class LayerTokens(NamedTuple):
     gate: Tensor  # log_input_gate
     log_decay: Tensor | None
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> LayerTokens:
+        """Returns the tokens with `function` applied to each tensor."""
+        return LayerTokens(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
+
     def cast(self, dtype: torch.dtype | None = None) -> LayerTokens:
         """Returns the tokens with q, k and v as `cast_for_autocast` casts them."""
         q, k, v = cast_for_autocast(self.q, self.k, self.v, dtype=dtype)
@@ -147,8 +151,7 @@ class LayerTokens(NamedTuple):
         if count is None:
             return self
         is_real = torch.arange(self.k.shape[2], device=count.device) < count.view(-1, 1, 1)
-        zeroed = (None if x is None else torch.where(is_real if x.dim() == 3 else is_real.unsqueeze(-1), x, 0) for x in self)
-        return LayerTokens(*zeroed)  # type: ignore[arg-type]
+        return self.map(lambda x: torch.where(is_real if x.dim() == 3 else is_real.unsqueeze(-1), x, 0))
 
 
 def included(o: Tensor, lse: Tensor, tokens: LayerTokens, options: KeptOptions, attend: Callable) -> Tensor:
@@ -339,7 +342,7 @@ def step(
 
 
 class PartState(NamedTuple):
-    """What a part of a sequence leaves for later tokens."""
+    """The state that the tokens of a part of a sequence make, and their decay. Attention of later parts begins with it."""
 
     state: KeptKeys  # after the part, if the sequence had no other tokens; its keys are in the order of their positions
     decay: Tensor  # sum of the log decays of the part, float64 (b, hk)
@@ -360,7 +363,8 @@ def state_of_part(tokens: LayerTokens, begin: int, options: KeptOptions) -> Part
         candidates = _candidates_at(log_factor.detach(), starts, origin, options.window)
         kept = ops.largest_so_far(*candidates, blocks - blocks[0], options.kept)[:, :, -1]
     recent = torch.arange(n - options.window - _BLOCK, n, device=device)
-    is_recent = (recent >= 0) & (recent + begin >= end - end % _BLOCK - options.window)
+    stop = torch.full((1,), end, device=device)
+    is_recent = (recent >= 0) & ~eager.must_be_chosen((recent + begin).unsqueeze(0), stop, options.window, _BLOCK)
     recent = torch.where(is_recent, recent, -1).expand(b, hk, -1)
     return PartState(_slots_at(known, torch.cat([kept, recent], dim=-1)), decay)
 

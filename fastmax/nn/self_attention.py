@@ -6,7 +6,7 @@ import math
 import sys
 from functools import partial
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,14 @@ class _Option:
         options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
         _check_kept_keys(layer.kept_keys, layer.attention, layer.input_gate_proj is not None, options)
         layer.options = options
+
+
+class _SplitBy(NamedTuple):
+    """What computes the heads of q, k and v."""
+
+    norms: tuple[Tensor | None, Tensor | None]  # weights of the RMS norms of q and k
+    fuses: bool  # whether one kernel does, with norms and rotations
+    convolves: bool  # whether it applies the convolution too
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -589,62 +597,64 @@ class FastmaxSelfAttention(nn.Module):
                     positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None and packed is None:
             positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
-        fuses = self._may_fuse(state) and self._fuses_heads(qkv)
-        convolves = fuses and self._fusible_convolution is not None and packed is None
+        by = self._split_by(qkv, state)
+        if packed is not None:
+            by = by._replace(convolves=False)
         recent_of_operator = None
         if self.conv is not None:
             if packed is not None and x.shape[1] == 0 and recent is not None:
                 recent = recent.clone()
             elif packed is not None:
                 qkv, recent = self.conv.continue_packed(qkv, recent, packed)
-            elif convolves:
+            elif by.convolves:
                 recent_of_operator = recent
                 recent = None if state is None else self.conv.last_tokens(qkv, recent, count)
             else:
                 qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
-        return *self._split(qkv, positions, places, recent_of_operator, fuses, convolves), recent
+        return *self._split(qkv, positions, places, recent_of_operator, by), recent
 
     def _heads_of_parts(
         self, qkv: Tensor, cu_seqlens: Tensor | None, context: ParallelContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of the local tokens of a context parallel layer, given qkv (b, n, channels)."""
         before = 0 if self.conv is None else self.conv.width - 1
-        fuses = self._may_fuse(None) and self._fuses_heads(qkv)
-        convolves = fuses and self._fusible_convolution is not None
+        by = self._split_by(qkv, None)
         of_parts = []
         for tokens, positions in context.with_tokens_before(qkv, before):
             places = None
             if cu_seqlens is not None:
                 positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
-            if self.conv is not None and not convolves:
+            if self.conv is not None and not by.convolves:
                 tokens = self.conv(tokens, None, places)[0]
-            heads = self._split(tokens, positions, places, None, fuses, convolves)
+            heads = self._split(tokens, positions, places, None, by)
             of_parts.append([rows[:, :, before:] for rows in heads])
         q, k, v = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=2) for rows in zip(*of_parts, strict=True))
         return q, k, v
 
+    def _split_by(self, qkv: Tensor, state: SelfAttentionState | None) -> _SplitBy:
+        norms = _weight_of(self.q_norm, qkv), _weight_of(self.k_norm, qkv)
+        fuses = self._may_fuse(state) and self._fuses_heads(qkv, *norms)
+        return _SplitBy(norms, fuses, fuses and self._fusible_convolution is not None)
+
     def _split(
-        self, qkv: Tensor, positions: Tensor, places: Tensor | None, recent: Tensor | None, fuses: bool, convolves: bool
+        self, qkv: Tensor, positions: Tensor, places: Tensor | None, recent: Tensor | None, by: _SplitBy
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v with their norms and rotations, each (b, heads, n, channels).
 
         Args:
-            qkv: (b, n, channels).
-            recent, places: of the convolution, if `convolves`.
-            fuses: whether a kernel computes it.
-            convolves: whether to apply the convolution, which only the kernel does.
+            qkv: (b, n, channels); the convolution has been applied unless `by.convolves`.
+            recent, places: of the convolution.
         """
-        norms = self._norm_weights(qkv)
-        conv_weight = self.conv.weight if convolves and self.conv is not None else None
+        conv_weight = self.conv.weight if by.convolves and self.conv is not None else None
         rotation = (None, None)
         if self.rope_dim:
             rotation = Rotation.at(positions, self.rope_dim, self.rope_base, qkv.dtype)
-        split = ops.split_heads if fuses else eager.heads.split_heads
+        split = ops.split_heads if by.fuses else eager.heads.split_heads
         q, k, v = split(
             qkv,
             recent,
             conv_weight,
-            *norms,
+            *by.norms,
             *rotation,
             None if conv_weight is None else places,
             self.num_heads,
@@ -654,9 +664,6 @@ class FastmaxSelfAttention(nn.Module):
         )
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         return q, k, v
-
-    def _norm_weights(self, qkv: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return _weight_of(self.q_norm, qkv), _weight_of(self.k_norm, qkv)
 
     def _may_fuse(self, state: SelfAttentionState | None) -> bool:
         """Returns whether kernels may compute what is around attention. They have no derivatives but the first.
@@ -673,10 +680,10 @@ class FastmaxSelfAttention(nn.Module):
         fits = isinstance(conv, ShortConvolution) and not conv.is_observed and conv.width <= ops.MAX_CONVOLUTION
         return conv if fits else None
 
-    def _fuses_heads(self, qkv: Tensor) -> bool:
+    def _fuses_heads(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> bool:
         """Returns whether a kernel computes the heads of q, k and v."""
         conv = self._fusible_convolution
-        weights = *self._norm_weights(qkv), None if conv is None else conv.weight
+        weights = q_weight, k_weight, None if conv is None else conv.weight
         if any(norm is not None and norm.eps is None for norm in (self.q_norm, self.k_norm)):
             return False
         has_parts = self.rope_dim > 0 or any(x is not None for x in weights)  # else the heads are views of qkv

@@ -148,22 +148,21 @@ class FastmaxLayer(CacheLayerMixin):
     def _attend_with_kept_keys(self, tokens: LayerTokens, padding: Tensor | None, options: dict) -> Tensor:
         """Computes attention of new tokens, kept keys included; the tokens join the states."""
         kept, positions = self.kept
-        n, count, order = tokens.q.shape[2], None, None
+        n, count = tokens.q.shape[2], None
         in_place = n == 1 and _can_overwrite(self.state)
-        of_keys = {"log_decay": tokens.log_decay, "log_input_gate": tokens.gate}
-        if n == 1:
-            count = None if padding is None else padding.sum(1)
-            if in_place:
-                o, lse = step_with_lse_(tokens.q, tokens.k, tokens.v, self.state, attention_mask=padding, **of_keys)
-            else:
-                given = {"attention_mask": padding} | of_keys
-                o, lse, self.state = step_with_lse(tokens.q, tokens.k, tokens.v, self.state, **given)
+        order = None if padding is None or n == 1 else RealFirst.of(padding)
+        if order is not None:
+            tokens, count = tokens.map(lambda x: order.first(x, 2)), order.count
+        elif padding is not None:
+            count = padding.sum(1)
+        q, k, v, gate, log_decay = tokens
+        of_keys = {"log_decay": log_decay, "log_input_gate": gate}
+        if in_place:
+            o, lse = step_with_lse_(q, k, v, self.state, attention_mask=padding, **of_keys)
+        elif n == 1:
+            o, lse, self.state = step_with_lse(q, k, v, self.state, attention_mask=padding, **of_keys)
         else:
-            if padding is not None:
-                order = RealFirst.of(padding)
-                tokens, count = LayerTokens(*(None if x is None else order.first(x, 2) for x in tokens)), order.count
-                of_keys = {"log_decay": tokens.log_decay, "log_input_gate": tokens.gate}
-            o, lse, self.state = prefill_with_lse(tokens.q, tokens.k, tokens.v, self.state, order, **of_keys)
+            o, lse, self.state = prefill_with_lse(q, k, v, self.state, order, **of_keys)
         given = kept, positions, count, kept_options(options["kept_keys"], options)
         o, kept = included_after(o, lse, tokens, *given, in_place=in_place)
         self.kept = kept, positions + (n if count is None else count)

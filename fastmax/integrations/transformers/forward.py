@@ -37,7 +37,6 @@ _OTHER_FUNCTIONS = {
     "cache": "a paged cache",
 }
 _OF_FASTMAX = {"log_decay": "decays", "log_input_gate": "input gates"}  # softmax attention would ignore these
-_ADD_GATE = "fastmax.integrations.transformers.add_input_gate(model)"
 _IN_MASK = {"sliding_window"}  # softmax attention has these in its mask
 
 
@@ -136,7 +135,8 @@ def _attention(
             raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {kept}")
         if gate is None:
             raise ValueError(
-                f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: {_ADD_GATE}"
+                f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: "
+                f"fastmax.integrations.transformers.{InputGate.ADDED_BY}(model)"
             )
     if state is not None:
         o = state.attend(query, mask, options, log_decay, gate)
@@ -145,8 +145,7 @@ def _attention(
         if cu_seqlens is None:
             o = _with_kept_keys(rows, padding, None, kept, options)
         else:
-            rows = LayerTokens(*(None if x is None else end_to_end(x) for x in rows))
-            o = rows_again(_with_kept_keys(rows, None, cu_seqlens, kept, options), query.shape[0])
+            o = rows_again(_with_kept_keys(rows.map(end_to_end), None, cu_seqlens, kept, options), query.shape[0])
     elif cu_seqlens is not None:
         of_keys = {"log_decay": log_decay, "log_input_gate": gate}
         options |= {name: None if x is None else end_to_end(x) for name, x in of_keys.items()}
@@ -177,7 +176,7 @@ def _with_kept_keys(tokens: LayerTokens, padding: Tensor | None, cu_seqlens: Ten
     """
     order = None if padding is None else RealFirst.of(padding)
     if order is not None:
-        tokens = LayerTokens(*(None if x is None else order.first(x, 2) for x in tokens)).real_only(order.count)
+        tokens = tokens.map(lambda x: order.first(x, 2)).real_only(order.count)
     q, k, v, gate, log_decay = tokens
     options = options | {"log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": cu_seqlens, "return_lse": True}
     o, lse = fastmax_attention(q, k, v, causal=True, attention_mask=None if order is None else order.mask, **options)

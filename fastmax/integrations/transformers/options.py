@@ -109,14 +109,17 @@ def check_kept_keys(
     validation.check_count("kept_keys", kept_keys, least=0)
     if kept_keys == 0:
         return
-    given = {"exact_window": exact_window, "dropout": dropout, "rpe_matrix": rpe_matrix, "normalize": normalize}
-    allowed = {"exact_window": exact_window != 0, "dropout": not dropout, "rpe_matrix": rpe_matrix is None}
-    allowed["normalize"] = normalize not in (True, "sequence")
-    for name, is_allowed in allowed.items():
-        if not is_allowed:
+    refused = {
+        "exact_window": (exact_window, exact_window == 0),
+        "dropout": (dropout, bool(dropout)),
+        "rpe_matrix": (rpe_matrix, rpe_matrix is not None),
+        "normalize": (normalize, normalize in (True, "sequence")),
+    }
+    for name, (value, is_refused) in refused.items():
+        if is_refused:
             raise ValueError(
                 "kept_keys needs an exact_window, no dropout, no rpe_matrix and no normalisation over a sequence, got "
-                f"{kept_keys} with {name} = {given[name]!r}"
+                f"{kept_keys} with {name} = {value!r}"
             )
 
 
