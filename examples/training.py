@@ -11,6 +11,8 @@ import torch
 from text import Batch
 from torch import Tensor, nn
 
+COMPILED = 32  # versions of a block: shapes of windows, Fastmax and softmax, training and validation
+
 
 @dataclass
 class Recipe:
@@ -28,6 +30,13 @@ class Recipe:
     compile: bool = False
     dynamic: bool | None = None  # of torch.compile. False: compiles each shape of a batch on its own
     seconds: float | None = None  # time limit of the training; the cosine ends with whichever limit is reached first
+
+
+def compile_blocks(model: nn.Module, dynamic: bool | None = None) -> None:
+    """Compiles each module of `model.blocks`. Of blocks that are alike the compiler compiles one, so deep models start sooner."""
+    torch._dynamo.config.recompile_limit = max(COMPILED, torch._dynamo.config.recompile_limit)
+    for block in model.blocks:
+        block.compile(dynamic=dynamic)
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -86,7 +95,8 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.stop = False  # set it to end `run` after the current step; `run` can then be called again
         self._losses: list[Tensor] = []  # training losses since the last row
-        self._compiled = torch.compile(model, dynamic=recipe.dynamic) if recipe.compile else model
+        if recipe.compile:
+            compile_blocks(model, recipe.dynamic)
 
     def run(self, after_step: Callable[[], object] = lambda: None) -> Iterator[dict]:
         """Trains, and yields rows of `step`, `tokens`, `seconds`, `train`, `val` and `peak_bytes`.
@@ -154,7 +164,7 @@ class Trainer:
     def _gradients(self, batch: Batch) -> Tensor:
         """Adds the gradients of a batch to the model's; returns its loss divided by the batches per step."""
         with autocast(self.device, self.recipe.bf16):
-            loss = self._compiled(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) / self.recipe.accumulate
+            loss = self.model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) / self.recipe.accumulate
         loss.backward()
         return loss.detach()
 

@@ -104,7 +104,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
             train(convert.transfer, teacher, batches(to_prepare, step), names, steps=step, learning_rate=conversion.rate)
             yield row("transferred", step)
     if place.compile:
-        language.compile_blocks(gpt)
+        training.compile_blocks(gpt)
     steps = place.steps or FINETUNE_STEPS
     train(convert.finetune, batches(to_finetune, steps), steps=steps, learning_rate=run.lr)
     yield row("finetuned", step + steps)

@@ -58,14 +58,8 @@ def make(variant: str, setting: Setting, seed: int, place: Place, shapes: int = 
     sizes = {"n_layer": setting.n_layer, "n_head": setting.n_head, "n_embd": setting.n_embd, "block_size": setting.context}
     gpt = make_gpt(VARIANTS[variant], setting.window, **sizes).to(place.device)
     if place.compile and VARIANTS[variant].compiles:
-        compile_blocks(gpt, shapes)
+        training.compile_blocks(gpt, dynamic=False if shapes > 1 else None)
     return gpt
-
-
-def compile_blocks(gpt: model.GPT, shapes: int = 1) -> None:
-    """Compiles block by block. The blocks are alike, so the compiler compiles one, for each of `shapes` shapes."""
-    for block in gpt.blocks:
-        block.compile(dynamic=False if shapes > 1 else None)
 
 
 def train(gpt: nn.Module, setting: Setting, seed: int, place: Place, edit: data.Edit = data.unchanged) -> list[Row]:

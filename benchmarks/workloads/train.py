@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import fastmax
 from benchmarks.learn.equal_steps import SETTINGS
-from benchmarks.learn.examples import model
-from benchmarks.learn.language import compile_blocks
+from benchmarks.learn.examples import model, training
 from benchmarks.learn.variants import VARIANTS, SDPASelfAttention, make_gpt
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.registry import Case
@@ -78,7 +77,7 @@ def gpt_of_kernel(case: Case, name: str, device: torch.device) -> nn.Module:
 def gpt_of_variant(case: Case, name: str, device: torch.device) -> nn.Module:
     gpt = make_gpt(VARIANTS[name], SETTINGS["25M"].window, **sizes_of(case))
     if not case.title.endswith(EAGER) and device.type == "cuda":
-        compile_blocks(gpt)
+        training.compile_blocks(gpt)
     return gpt
 
 
