@@ -109,7 +109,8 @@ def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
 
 def with_softmax(model: GPT) -> GPT:
     """Returns the model with a CachedLayer in all blocks and the same weights, without decay and input gates."""
-    parts = {name: x for name, x in model.config.parts.items() if name not in OF_FASTMAX | {"window"}} | {"decay": False}
+    without = OF_FASTMAX | {"window", "steady_heads"}
+    parts = {name: x for name, x in model.config.parts.items() if name not in without} | {"decay": False}
     config = replace(model.config, attention="softmax", every=0, parts=parts)
     softmax = GPT(config, partial(make_layer, layer=CachedLayer))
     weights = model.state_dict()
@@ -206,12 +207,8 @@ def synchronize(device: torch.device) -> None:
 
 @torch.no_grad()
 def init_states(model: GPT, batch: int) -> list[SelfAttentionState]:
-    """Returns empty states. On a GPU they buffer 32 tokens, so most steps read the state without writing it.
-
-    Layers with kept keys have no such buffer.
-    """
-    buffers = next(model.parameters()).is_cuda and not any(getattr(layer, "kept_keys", 0) for layer in model.modules())
-    return model.init_states(batch, flush_interval=32 if buffers else 1)
+    """Returns empty states. On a GPU they buffer 32 tokens, so most steps read the state without writing it."""
+    return model.init_states(batch, flush_interval=32 if next(model.parameters()).is_cuda else 1)
 
 
 def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool) -> list[dict]:

@@ -144,15 +144,11 @@ class GPT(nn.Module):
 
         Args:
             batch: number of sequences.
-            flush_interval, options: as in `FastmaxSelfAttention.init_state`. Softmax layers and those with `kept_keys` have no
-                buffer.
+            flush_interval, options: as in `FastmaxSelfAttention.init_state`. Softmax layers have no buffer.
         """
         layers = [block.attn for block in self.blocks]
-        buffers = [layer.attention == "fastmax" and layer.kept_keys == 0 for layer in layers]
-        return [
-            layer.init_state(batch, **options, **({"flush_interval": flush_interval} if has_buffer else {}))
-            for layer, has_buffer in zip(layers, buffers, strict=True)
-        ]
+        buffer = {"flush_interval": flush_interval}
+        return [layer.init_state(batch, **options, **({} if layer.attention == "softmax" else buffer)) for layer in layers]
 
     def prefill(self, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[Tensor, list[SelfAttentionState]]:
         """Returns logits (B, T, vocab) of tokens (B, T) that continue from `states`, and the new states."""

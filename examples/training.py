@@ -33,7 +33,7 @@ class Recipe:
 
 
 def compile_blocks(model: nn.Module, dynamic: bool | None = None) -> None:
-    """Compiles each module of `model.blocks`. Of blocks that are alike the compiler compiles one, so deep models start sooner."""
+    """Compiles each module of `model.blocks`. Of blocks that are alike the compiler compiles one: deep models start sooner."""
     torch._dynamo.config.recompile_limit = max(COMPILED, torch._dynamo.config.recompile_limit)
     for block in model.blocks:
         block.compile(dynamic=dynamic)

@@ -332,17 +332,20 @@ def test_the_kernel(p, gate, window, flush_interval, buffered, dtype, d, dv):
         score = Score(0.05 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         exactly_of = [x if x is None else x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
         token = mask, log_decay.double(), None if of_token is None else of_token.double()
-        exact = eager.buffered_step_(*(x.double() for x in (q, k, v)), *exactly_of, *token, window, score)
+        exact, of_exact = eager.buffered_step_(*(x.double() for x in (q, k, v)), *exactly_of, *token, window, score)
         verify.poison_free_memory(torch.device("cuda"))
         twice = []
         for _ in range(2):
             new = [None if x is None else x.clone() for x in state]
-            o = torch.ops.fastmax.buffered_step_(q, k, v, *new, mask, log_decay, of_token, window, *score)
-            twice.append((o, *(x for x in new if x is not None)))
+            o, lse = torch.ops.fastmax.buffered_step_(q, k, v, *new, mask, log_decay, of_token, window, *score)
+            twice.append((o, lse, *(x for x in new if x is not None)))
         assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
-        o, kv_state, k_sum, *kept = twice[0]
+        o, lse, kv_state, k_sum, *kept = twice[0]
         limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
         assert o.dtype == dtype and o.shape == (3, h, 1, dv) and relative(o, exact) <= limit
+        assert lse.dtype == state[1].dtype and lse.shape == (3, h, 1) and torch.equal(lse.isfinite(), of_exact.isfinite())
+        of_q = limit if dtype in (torch.float16, torch.bfloat16) else 0.0  # scores round with q and k
+        torch.testing.assert_close(lse.double(), of_exact, rtol=1e-5, atol=1e-5 + of_q)
         for x, y in ((kv_state, exactly_of[0]), (k_sum, exactly_of[1])):
             assert relative(x, y) <= (1e-12 if dtype == torch.float64 else 2e-6)
         count = kept.pop(4)

@@ -248,10 +248,11 @@ def test_states_hold_the_same_keys_on_every_path(sizes):
         assert len(set(taken)) == len(taken) and set(recent) <= set(taken)
 
 
+@pytest.mark.parametrize("flush_interval", [1, 2, 50])
 @torch.no_grad()
-def test_steps_in_place():
+def test_steps_in_place(flush_interval):
     layer, x = make(**LAYER), tokens(2, LONG)
-    state = layer.init_state(2)
+    state = layer.init_state(2, flush_interval=flush_interval)
     addresses = {name: y.data_ptr() for name, y in state.tensors().items()}
     y = torch.cat([layer.step_(x[:, i : i + 1], state) for i in range(LONG)], dim=1)
     close(y, written_out(layer, x))
@@ -267,6 +268,25 @@ def test_steps_copy_nothing_to_the_host(step):
     state, x = layer.init_state(2), torch.empty(2, 1, C, device="meta")
     y = layer.step_(x, state) if step == "step_" else layer(x, state)[0]
     assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("normalize", [False, "token"])
+def test_states_with_a_buffer(normalize):
+    """Steps in place leave tokens in the buffer. All other calls continue from them, with gradients too."""
+    layer, prompt = make(**LAYER | {"normalize": normalize}), LONG - 10
+    x = tokens(2, LONG).requires_grad_()
+    state = layer.init_state(2, flush_interval=5)
+    with torch.no_grad():
+        y, state = layer(x[:, :prompt], state)
+        steps = [layer.step_(x[:, i : i + 1], state) for i in range(prompt, LONG - 3)]
+    assert (state.attention.buffered == 2).all()
+    step, state = layer(x[:, -3:-2], state)
+    last, state = layer(x[:, -2:], state)
+    expected = layer(x)
+    close(torch.cat([y, *steps, step, last], dim=1), expected)
+    weight = torch.randn_like(last)
+    actual, exact = (torch.autograd.grad((y[:, -2:] * weight).sum(), x)[0][:, -3:] for y in (last, expected))
+    close(actual, exact, 1e-8)
 
 
 @torch.no_grad()
@@ -644,16 +664,6 @@ def test_attributes():
     layer.exact_window = WINDOW
     layer.kept_keys = KEPT
     assert torch.equal(layer(x), y)
-
-
-def test_a_buffer_is_refused():
-    layer = make(**LAYER)
-    with pytest.raises(ValueError, match="flush_interval must be 1 with kept_keys, got 4 with 3"):
-        layer.init_state(1, flush_interval=4)
-    state, other = layer.init_state(1), make(**GATED | {"num_kv_heads": 2}).init_state(1, flush_interval=4)
-    state.attention = other.attention
-    with pytest.raises(ValueError, match="state must have flush_interval 1 with kept_keys, got 4"):
-        layer(tokens(1, 2), state)
 
 
 def test_kept_keys_are_a_state_of_their_own():

@@ -54,8 +54,8 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert [block.attn.input_gate_proj is None for block in gated] == [False, True]
     keeping = tiny(every=2, kept_keys=3)
     assert [block.attn.kept_keys for block in keeping.blocks] == [3, 0]
-    of_kept = keeping.init_states(1, flush_interval=4)  # neither layer has a buffer
-    assert of_kept[0].kept is not None and of_kept[0].attention.flush_interval == 1
+    of_kept = keeping.init_states(1, flush_interval=4)  # the softmax layer has no buffer
+    assert of_kept[0].kept is not None and of_kept[0].attention.flush_interval == 4
     softmax = tiny(attention="softmax", window=5, every=2).blocks
     assert [block.attn.window for block in softmax] == [5, None]
     for every in (-1, 3):  # no layer would be softmax
@@ -431,7 +431,7 @@ def test_prompts_in_chunks(monkeypatch):
 def test_softmax_with_the_same_weights_and_its_cache():
     import generate
 
-    model = tiny(exact_window=4, every=2, input_gate=True)
+    model = tiny(exact_window=4, every=2, kept_keys=2, steady_heads=1)
     softmax = generate.with_softmax(
         generate.load_model({"config": asdict(model.config), "model": model.state_dict()}, "cpu", torch.float64)
     )

@@ -246,8 +246,8 @@ def test_gradients_through_packed_states(options):
 def test_prompts_that_were_read_apart_go_on_together(flush_interval, options):
     """The joined states have different numbers of buffered tokens."""
     softmax = "attention" in options
-    if (softmax or "kept_keys" in options) and flush_interval > 1:
-        pytest.skip("a layer with kept keys or softmax refuses a buffer")
+    if softmax and flush_interval > 1:
+        pytest.skip("a softmax layer refuses a buffer")
     layer, sequences, states = make(**options), Sequences(4), []
     for i, (lengths, batch) in enumerate([((2, 1, 1), 1), ((9, 1), 2), ((1, 1), 1)]):
         state = layer.init_state(batch, **({} if softmax else {"flush_interval": flush_interval}))
@@ -553,7 +553,7 @@ def test_padded_sequences_on_the_kernels(side, options):
     """Padded prompts and then steps, buffered where they can be and some of them masked, equal each sequence alone."""
     layer = FastmaxSelfAttention(64, 4, head_dim=64, device="cuda", **options)
     softmax, sequences = "attention" in options, Sequences(4)
-    state = layer.init_state(4, **({} if softmax or layer.kept_keys else {"flush_interval": 3}))
+    state = layer.init_state(4, **({} if softmax else {"flush_interval": 3}))
     for counts, n in [((70, 5, 0, 150), 150), *CALLS]:
         mask = mask_of(counts, n, side).cuda()
         x = torch.randn(4, n, 64, device="cuda")

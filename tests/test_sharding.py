@@ -205,7 +205,8 @@ def recorded(kv_heads: int) -> list[tuple]:
         empty = torch.full((B, kv_heads, 20), -1)
         one = [x.detach()[:, :, :1] for x in (q, k, v)]
         gates_of_one = torch.zeros(B, kv_heads, 1, dtype=torch.float64)
-        ops.kept_step_((*one, gates_of_one, None), (*slots, empty), torch.arange(B), torch.ones(B), 4, 3, 8, 0.5)
+        other = v.new_zeros(B, H, 1, DV), v.new_zeros(B, H, 1)
+        ops.kept_step_((*one, gates_of_one, None), other, (*slots, empty), torch.arange(B), torch.ones(B), 4, 3, 8, 0.5)
         torch.ops.fastmax.softmax(q, "safe")
         (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
         (q_rows.sum() + k_rows.sum()).backward()

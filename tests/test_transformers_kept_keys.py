@@ -29,6 +29,7 @@ from torch import Tensor  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
 from fastmax.integrations.transformers import FastmaxCache, add_decay, add_input_gate  # noqa: E402
+from fastmax.integrations.transformers import cache as cache_module  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
 BLOCK, WINDOW, KEPT = 3, 2, 2
@@ -148,7 +149,9 @@ def test_parts_equal_the_whole(family, sizes, decay):
 
 @FAMILIES
 @pytest.mark.parametrize("beams", [1, 2], ids=["greedy", "beams"])
-def test_generate_equals_no_cache(family, beams):
+@pytest.mark.parametrize("flush_interval", [1, 3], ids=["each token joins", "buffered"])
+def test_generate_equals_no_cache(family, beams, flush_interval, monkeypatch):
+    monkeypatch.setattr(cache_module, "flush_interval_of", lambda device, p: flush_interval)
     model, ids, mask = keeping(family), tokens(3, LONG), padding_mask("left", (LONG, 11, 1))
     how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
     assert torch.equal(model.generate(ids, **how), model.generate(ids, use_cache=False, **how))

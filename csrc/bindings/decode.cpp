@@ -159,7 +159,7 @@ void check_local(const LocalTokens& local, const Tensor& q, const Tensor& k, con
   }
 }
 
-Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
+std::tuple<Tensor, Tensor> buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_state, const Tensor& k_sum,
                               const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
                               const Tensor& buffered, const OptionalTensor& local_gates, const OptionalTensor& attention_mask,
                               const OptionalTensor& log_decay, const OptionalTensor& log_input_gate, int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
@@ -186,20 +186,20 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
   check_covered(q, v);
   FASTMAX_CHECK(places <= kMaxBufferedPlaces, "local_keys must have at most ", kMaxBufferedPlaces, " places, got ", places);
   const int device = q.get_device_index();
-  const Tensor o = empty_output(q, v);
+  const Tensor o = empty_output(q, v), lse = empty_contiguous({q.size(0), q.size(1), 1}, ScalarType::Float, device);
   BufferedParams p{};
   p.step = params_of(q, k, v, kv_state, k_sum, kv_state, k_sum, attention_mask, log_decay, log_input_gate, o, scale, a0, a1, a2, order);
   p.exact_window = static_cast<int>(exact_window), p.flush_interval = static_cast<int>(places - exact_window);
   p.local_keys = local_keys.data_ptr(), p.local_values = local_values.data_ptr();
   p.local_mask = static_cast<uint8_t*>(local_mask.data_ptr()), p.local_decays = static_cast<float*>(local_decays.data_ptr());
   p.local_gates = local_gates.has_value() ? static_cast<float*>(local_gates->data_ptr()) : nullptr;
-  p.buffered = static_cast<int*>(buffered.data_ptr());
+  p.buffered = static_cast<int*>(buffered.data_ptr()), p.lse = static_cast<float*>(lse.data_ptr());
   print_kernel("buffered_step_: buffered_sm80", p.step);
-  if (p.step.b == 0) return o;
+  if (p.step.b == 0) return {o, lse};
   const Tensor workspace = allocate_workspace(buffered_workspace_bytes(p), device);
   p.workspace = workspace.data_ptr();
   launch_buffered(p, current_stream(device));
-  return o;
+  return {o, lse};
 }
 
 }  // namespace

@@ -185,10 +185,10 @@ std::tuple<Tensor, Tensor, Tensor> gather_kept_backward(const Tensor& kept, cons
   return {grad_k, grad_v, grad_log_factor};
 }
 
-std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& log_input_gate,
-                                     const OptionalTensor& log_decay, const Tensor& keys, const Tensor& values, const Tensor& factors,
-                                     const Tensor& key_positions, const Tensor& token_positions, const OptionalTensor& token_count,
-                                     int64_t kept, int64_t window, int64_t block, double scale) {
+Tensor kept_step(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& log_input_gate,
+                 const OptionalTensor& log_decay, const Tensor& other_in, const Tensor& other_lse, const Tensor& keys, const Tensor& values,
+                 const Tensor& factors, const Tensor& key_positions, const Tensor& token_positions, const OptionalTensor& token_count,
+                 int64_t kept, int64_t window, int64_t block, double scale) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const OptionalTensor& none = kNotGiven;
   check_inputs({q_in, k_in, v_in, none, log_decay, log_input_gate, none, none}, scale, /*causal=*/true);
@@ -210,6 +210,12 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   check_shape("slot_factors", factors, {b, hk, slots});
   check_slots("slot_positions", key_positions, ScalarType::Long, "int64");
   check_shape("slot_positions", key_positions, {b, hk, slots});
+  check_device("other", other_in, q_in);
+  check_dtype("other", other_in, q_in.scalar_type(), "in q's dtype");
+  check_shape("other", other_in, {b, h, 1, dv});
+  check_device("other_lse", other_lse, q_in);
+  check_dtype("other_lse", other_lse, ScalarType::Float, "float32 for the CUDA kernels");
+  check_shape("other_lse", other_lse, {b, h, 1});
   check_device("token_positions", token_positions, q_in);
   check_shape("token_positions", token_positions, {b});
   check_dtype("token_positions", token_positions, ScalarType::Long, "int64");
@@ -222,12 +228,12 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   FASTMAX_CHECK(block >= 1 && block <= INT_MAX && window >= 1 && window <= INT_MAX, "window and block must be from 1 to ", INT_MAX, ", got ",
                 window, " and ", block);
 
-  const Tensor q = with_dense_rows(q_in), k = with_dense_rows(k_in), v = with_dense_rows(v_in);
+  const Tensor q = with_dense_rows(q_in), k = with_dense_rows(k_in), v = with_dense_rows(v_in), other = with_dense_rows(other_in);
   const Tensor positions = dense(token_positions);
   const OptionalTensor count = token_count.has_value() ? OptionalTensor(dense(*token_count)) : OptionalTensor();
   const int device = q_in.get_device_index();
-  const Tensor o = empty_contiguous({b, h, 1, dv}, q_in.scalar_type(), device), lse = empty_contiguous({b, h, 1}, ScalarType::Float, device);
-  if (is_empty(lse)) return {o, lse};
+  const Tensor o = empty_contiguous({b, h, 1, dv}, q_in.scalar_type(), device);
+  if (is_empty(o)) return o;
   FASTMAX_CHECK(slots >= 1, "slot_keys must have at least one slot");
   KeptStepParams p{};
   p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk), p.slots = static_cast<int>(slots);
@@ -235,7 +241,7 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   p.kept = static_cast<int>(kept), p.window = static_cast<int>(window), p.block = static_cast<int>(block);
   p.scale = static_cast<float>(scale);
   p.math = math_mode(q_in.scalar_type(), /*allow_tf32=*/false);
-  p.aligned = is_aligned(keys);
+  p.aligned = is_aligned(keys) && is_aligned(values);
   p.q = q.data_ptr(), p.q_stride = stride_of(q);
   p.k = k.data_ptr(), p.k_stride = stride_of(k);
   p.v = v.data_ptr(), p.v_stride = stride_of(v);
@@ -247,13 +253,15 @@ std::tuple<Tensor, Tensor> kept_step(const Tensor& q_in, const Tensor& k_in, con
   if (count.has_value()) p.token_count = static_cast<const int64_t*>(count->data_ptr());
   p.keys = keys.data_ptr(), p.values = values.data_ptr();
   p.log_factors = static_cast<double*>(factors.data_ptr()), p.positions = static_cast<int64_t*>(key_positions.data_ptr());
-  p.o = o.data_ptr(), p.lse = static_cast<float*>(lse.data_ptr());
+  p.other = other.data_ptr(), p.other_stride = stride_of(other);
+  p.other_lse = static_cast<const float*>(other_lse.data_ptr()), p.other_lse_stride = stride_of(other_lse);
+  p.o = o.data_ptr();
   if (is_debugging()) {
     std::fprintf(stderr, "fastmax::kept_step_: kept_step_sm80: b %d, h %d, hk %d, slots %d, d %d, dv %d%s\n", p.b, p.h, p.hk, p.slots, p.d, p.dv,
                  p.aligned ? "" : ", unaligned");
   }
   launch_kept_step(p, current_stream(device));
-  return {o, lse};
+  return o;
 }
 
 }  // namespace

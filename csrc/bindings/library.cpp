@@ -50,7 +50,7 @@ int shortens_rows(int device_index, int b, int h, int hk, int n, int m, int d, i
 #define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the schemas that the bindings implement; SCHEMA_VERSION in fastmax/ops/extension.py must match.
-FASTMAX_EXPORT int fastmax_schema_version() { return 28; }
+FASTMAX_EXPORT int fastmax_schema_version() { return 29; }
 
 // Why kernels cannot run on a device, a sentence without a full stop; null if they can.
 FASTMAX_EXPORT const char* fastmax_device_problem(int index) {

@@ -621,13 +621,14 @@ __global__ void __launch_bounds__(kThreads, 4) combine_kernel(const BufferedPara
       }
       local = sum_lanes(local, 1);
       // The scales express both sums in units of exp(base).
-      float global_scale = 1.f, local_scale = 0.f;
+      float base = 0.f, global_scale = 1.f, local_scale = 0.f;
       if (p.exact_window > 0) {
         const float global_log = global == 0.f ? -INFINITY : logf(global), local_log = sees_local ? maximum + logf(local) : -INFINITY;
-        const float base = global == 0.f || local_log > global_log ? local_log : global_log;
+        base = global == 0.f || local_log > global_log ? local_log : global_log;
         global_scale = global == 0.f ? 0.f : expf(-base), local_scale = sees_local ? expf(maximum - base) : 0.f;
       }
       const float total = global * global_scale + local * local_scale, inverse = total == 0.f ? 0.f : 1.f / total;
+      if (lane == 0) p.lse[head + warp] = is_nan ? nanf("") : total == 0.f ? -INFINITY : base + logf(total);
       global_scale *= inverse, local_scale *= inverse;
       for (int i = lane; i < work.splits; i += 32) factor[i] = decayed(global_scale, of_state);
       for (int t = lane; t < work.tiles; t += 32) {

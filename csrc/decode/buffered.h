@@ -25,6 +25,7 @@ struct BufferedParams {
   float* local_decays;  // (b, hk, W + T) contiguous: log_decay of the tokens, including -inf
   float* local_gates;   // (b, hk, W + T) contiguous: log_input_gate of the tokens, in its range; may be null
   int* buffered;        // (b, hk) contiguous, 0 to T: tokens beyond the W; slots after them are not read
+  float* lse;           // (b, h) contiguous, overwritten: log of the sum of weights, -inf if it is 0
   void* workspace;
 };
 

@@ -84,7 +84,8 @@ size_t gather_backward_workspace_bytes(const GatherBackwardParams& p);
 void launch_gather_backward(const GatherBackwardParams& p, void* workspace, cudaStream_t stream);
 
 // One token of a layer with a state: adds its decay to the log factors of the slots and its key to a free slot, attends to the keys
-// beyond the exact window by exp of their score, and frees the slots of the keys that the next block does not keep.
+// beyond the exact window by exp of their score, merges that into attention to other keys, and frees the slots of the keys that the
+// next block does not keep.
 struct KeptStepParams {
   int b, h, hk;
   int slots;  // of a state
@@ -101,6 +102,9 @@ struct KeptStepParams {
   Stride log_input_gate_stride, log_decay_stride;
   const int64_t* token_positions;    // (b) contiguous
   const int64_t* token_count;        // (b) contiguous: 1, or 0 for padding, which leaves the keys as they are. Null: all 1
+  const void* other;                 // (b, h, dv), unit stride in the last dimension: the output for other keys
+  const float* other_lse;            // (b, h): the log of the sum of their weights, -inf if there is none
+  Stride other_stride, other_lse_stride;
 
   // Contiguous, overwritten: (b, hk, slots, ...)
   void* keys;
@@ -108,8 +112,7 @@ struct KeptStepParams {
   double* log_factors;
   int64_t* positions;  // of each key; -1: the slot is free
 
-  void* o;     // (b, h, dv) contiguous; 0 where no key is visible
-  float* lse;  // (b, h) contiguous: log of the sum of weights
+  void* o;  // (b, h, dv) contiguous, for all keys; 0 where there is none
 };
 
 inline constexpr int kMaxSlots = 2048;

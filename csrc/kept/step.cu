@@ -10,9 +10,12 @@
 namespace fastmax {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr double kLeastDecay = -1000.0;  // whose exp is 0, in float64 too
-constexpr int kMaxWidth = kThreads;      // of q, k and v
+constexpr int kMaxWidth = 256;           // of q, k and v
+constexpr int kMaxElements = 8;          // of a word
+constexpr int kFewLanes = 16;            // that have a row of 16 words or fewer
+constexpr int kKeysAtOnce = 4, kValuesAtOnce = 8;  // rows whose loads a thread has in flight
 
 // Returns combine(...) of x of all threads. The threads share `warps`, which the next call may overwrite.
 template <class T, class Combine>
@@ -31,8 +34,8 @@ struct Shared {
   double factor[kMaxSlots];
   int position[kMaxSlots];
   float weight[kMaxSlots];
-  float query[kMaxWidth];
-  float part[kThreads];
+  alignas(16) float query[kMaxWidth];
+  alignas(16) float sums[kThreads * kMaxElements];  // of values: a thread adds up `kMaxElements` columns or fewer of some rows
   float floats[kWarps];
   int ints[kWarps];
 };
@@ -45,8 +48,77 @@ __device__ __forceinline__ bool outranks(double factor, int position, double oth
   return position > other_position;
 }
 
+// Writes the score of each key and its log factor to `weight`, -inf for hidden keys. Returns the largest of those of this thread.
+// kLanes neighbouring threads have a row.
+template <int kLanes, class Element, int kElements>
+__device__ __forceinline__ float score_keys(const KeptStepParams& p, Shared& s, const Element* keys, int last) {
+  constexpr int kRows = kThreads / kLanes;  // at a time
+  const int lane = threadIdx.x % kLanes, words = p.d / kElements;
+  float largest = -INFINITY;
+  for (int begin = 0; begin < p.slots; begin += kKeysAtOnce * kRows) {
+    const int first = begin + threadIdx.x / kLanes;
+    bool visible[kKeysAtOnce];
+    float score[kKeysAtOnce] = {};
+#pragma unroll
+    for (int r = 0; r < kKeysAtOnce; ++r) {
+      const int j = first + r * kRows;
+      visible[r] = j < p.slots && s.position[j] >= 0 && s.position[j] <= last;
+    }
+    for (int c = lane; c < words; c += kLanes) {
+      Vector<Element, kElements> word[kKeysAtOnce] = {};
+#pragma unroll
+      for (int r = 0; r < kKeysAtOnce; ++r) {
+        const auto* row = reinterpret_cast<const Vector<Element, kElements>*>(keys + int64_t{first + r * kRows} * p.d);
+        if (visible[r]) word[r] = row[c];
+      }
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const float q = s.query[c * kElements + e];
+#pragma unroll
+        for (int r = 0; r < kKeysAtOnce; ++r) score[r] = fmaf(q, to_float(word[r].x[e]), score[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kKeysAtOnce; ++r) {
+      const int j = first + r * kRows;
+      const float sum = sum_of_lanes<kLanes>(score[r]);
+      if (lane != 0 || j >= p.slots) continue;
+      s.weight[j] = visible[r] ? sum + static_cast<float>(s.factor[j]) : -INFINITY;
+      largest = fmaxf(largest, s.weight[j]);
+    }
+  }
+  return largest;
+}
+
+// Writes sums of weighted rows of v to `sums`, a row of them for every `words` threads. Returns the number of rows.
 template <class Element, int kElements>
-__global__ void __launch_bounds__(kThreads, 2) kept_step_kernel(const KeptStepParams p) {
+__device__ __forceinline__ int add_values(const KeptStepParams& p, Shared& s, const Element* values) {
+  const int words = p.dv / kElements, parts = kThreads / words, part = threadIdx.x / words, word = threadIdx.x % words;
+  if (part >= parts) return parts;
+  float total[kElements] = {};
+  for (int first = part; first < p.slots; first += kValuesAtOnce * parts) {
+    Vector<Element, kElements> row[kValuesAtOnce] = {};
+    float weight[kValuesAtOnce];
+#pragma unroll
+    for (int r = 0; r < kValuesAtOnce; ++r) {
+      const int j = first + r * parts;
+      weight[r] = j < p.slots ? s.weight[j] : 0.f;
+      // A free slot may hold anything.
+      if (weight[r] != 0.f) row[r] = reinterpret_cast<const Vector<Element, kElements>*>(values + int64_t{j} * p.dv)[word];
+    }
+#pragma unroll
+    for (int r = 0; r < kValuesAtOnce; ++r) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) total[e] = fmaf(weight[r], to_float(row[r].x[e]), total[e]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) s.sums[part * p.dv + word * kElements + e] = total[e];
+  return parts;
+}
+
+template <class Element, int kElements>
+__global__ void __launch_bounds__(kThreads, 1) kept_step_kernel(const KeptStepParams p) {
   extern __shared__ __align__(128) char shared[];
   Shared& s = *reinterpret_cast<Shared*>(shared);
   const int batch = blockIdx.x / p.hk, own = blockIdx.x % p.hk, thread = static_cast<int>(threadIdx.x);
@@ -88,31 +160,17 @@ __global__ void __launch_bounds__(kThreads, 2) kept_step_kernel(const KeptStepPa
     }
   }
 
-  const int group = p.h / p.hk, columns = p.dv, parts = kThreads / columns, part = thread / columns, column = thread % columns;
+  const int group = p.h / p.hk;
   const int last = now - p.window;  // position of the last visible key
   for (int i = 0; i < group; ++i) {
     const int head = own * group + i;
     const Element* q = head_of<Element>(p.q, p.q_stride, batch, head);
     for (int c = thread; c < p.d; c += kThreads) s.query[c] = p.scale * to_float(q[c]);
     __syncthreads();  // also before the slot is read as hidden
-    float largest = -INFINITY;
-    for (int j = thread; j < p.slots; j += kThreads) {
-      float score = -INFINITY;
-      if (s.position[j] >= 0 && s.position[j] <= last) {
-        score = 0.f;
-        const auto* row = reinterpret_cast<const Vector<Element, kElements>*>(keys + int64_t{j} * p.d);
-#pragma unroll 2
-        for (int c = 0; c < p.d / kElements; ++c) {
-          const Vector<Element, kElements> words = row[c];
-#pragma unroll
-          for (int e = 0; e < kElements; ++e) score = fmaf(s.query[c * kElements + e], to_float(words.x[e]), score);
-        }
-        score += static_cast<float>(s.factor[j]);
-      }
-      s.weight[j] = score;
-      largest = fmaxf(largest, score);
-    }
-    largest = of_all_threads(largest, [](float x, float y) { return fmaxf(x, y); }, s.floats);
+    const bool is_short = p.d / kElements <= kFewLanes;
+    float largest = is_short ? score_keys<kFewLanes, Element, kElements>(p, s, keys, last) : score_keys<32, Element, kElements>(p, s, keys, last);
+    const float lse = *head_of<float>(p.other_lse, p.other_lse_stride, batch, head);
+    largest = of_all_threads(fmaxf(largest, lse), [](float x, float y) { return fmaxf(x, y); }, s.floats);
     const float base = largest == -INFINITY ? 0.f : largest;
     float sum = 0.f;
     for (int j = thread; j < p.slots; j += kThreads) {
@@ -120,20 +178,17 @@ __global__ void __launch_bounds__(kThreads, 2) kept_step_kernel(const KeptStepPa
       sum += s.weight[j];
     }
     sum = of_all_threads(sum, [](float x, float y) { return x + y; }, s.floats);
+    const float of_other = expf(lse - base);
+    sum += of_other;
 
-    float total = 0.f;
-    if (part < parts) {
-      for (int j = part; j < p.slots; j += parts) {
-        if (s.weight[j] != 0.f) total = fmaf(s.weight[j], to_float(values[int64_t{j} * p.dv + column]), total);
-      }
-    }
-    s.part[thread] = total;
+    const int parts = add_values<Element, kElements>(p, s, values);
     __syncthreads();
-    if (part == 0) {
-      for (int j = 1; j < parts; ++j) total += s.part[j * columns + column];
+    const Element* other = head_of<Element>(p.other, p.other_stride, batch, head);
+    for (int c = thread; c < p.dv; c += kThreads) {
+      float total = of_other == 0.f ? 0.f : of_other * to_float(other[c]);
+      for (int j = 0; j < parts; ++j) total += s.sums[j * p.dv + c];
       const int64_t at = int64_t{batch} * p.h + head;
-      static_cast<Element*>(p.o)[at * p.dv + column] = from_float<Element>(sum == 0.f ? 0.f : total / sum);
-      if (column == 0) p.lse[at] = base + logf(sum);
+      static_cast<Element*>(p.o)[at * p.dv + c] = from_float<Element>(sum == 0.f ? 0.f : total / sum);
     }
   }
 

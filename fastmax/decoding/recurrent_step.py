@@ -67,17 +67,16 @@ def step_with_lse(
     """Computes `step`.
 
     Returns:
-        The output, the log of the sums of weights (b, h, 1), and the new state. The log is None without an exact window and
-        for a state with a buffer.
+        The output, the log of the sums of weights (b, h, 1), and the new state. The log is None without an exact window.
     """
     q, k, v = check_token(q, k, v, state, attention_mask, log_decay, log_input_gate)
     token = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     with ops.without_autocast(q):
         if state.flush_interval == 1 or eager.differentiating(q, *token, *state.tensors().values()):
             o, lse, after = _step(q, token, flushed(state))
-            return o, lse if state.flush_interval == 1 else None, with_buffer(after, state.flush_interval)
+            return o, lse, with_buffer(after, state.flush_interval)
         state = state.clone()
-        return _buffered_step_(q, token, state), None, state
+        return *_buffered_step_(q, token, state), state
 
 
 def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, Tensor | None, DecodeState]:
@@ -152,7 +151,7 @@ def step_with_lse_(
     token = Tokens.of(k, v, attention_mask, log_decay, log_input_gate)
     with ops.without_autocast(q):
         if state.flush_interval > 1:
-            return _buffered_step_(q, token, state), None
+            return _buffered_step_(q, token, state)
         q, k = _prepare_token(q, k, state)
         lse = None
         if state.exact_window > 0:
@@ -172,19 +171,19 @@ def step_with_lse_(
     return o, lse
 
 
-def _buffered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
-    """Returns the output of one token, and overwrites a state with a buffer."""
+def _buffered_step_(q: Tensor, token: Tokens, state: DecodeState) -> tuple[Tensor, Tensor | None]:
+    """Returns the first two results of `step_with_lse`, and overwrites a state with a buffer."""
     q, k = _prepare_token(q, token.keys, state)
     decays = token.decays if token.decays is None else token.decays.to(state.k_sum.dtype)
     token = token._replace(keys=k, decays=decays)
     _add_gates_(state, q, token)
     sums = state.kv_state, state.k_sum
-    o = ops.buffered_step_(q, token, sums, local_tokens(state), state.buffered, state.exact_window, state.score)
+    o, lse = ops.buffered_step_(q, token, sums, local_tokens(state), state.buffered, state.exact_window, state.score)
     if token.mask is not None:
         assert state.buffered is not None  # checked by `check_token`
         state.buffered.sub_((~token.mask).to(state.buffered.dtype))  # the next token overwrites a masked one
     _count_token_(state, token.mask)
-    return o
+    return o, lse if state.exact_window > 0 else None
 
 
 def _add_gates_(state: DecodeState, q: Tensor, token: Tokens) -> None:

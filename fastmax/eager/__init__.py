@@ -25,7 +25,7 @@ from fastmax.eager.kept import (
     must_be_chosen,
     slots_like,
 )
-from fastmax.eager.merge import merge_
+from fastmax.eager.merge import merge_, merged
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decay_to_last, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.state import (
@@ -71,6 +71,7 @@ __all__ = [
     "largest_so_far",
     "least_sum",
     "merge_",
+    "merged",
     "must_be_chosen",
     "normalize_tokens",
     "normalize_tokens_backward",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax.core.score import Score, reciprocal
+from fastmax.core.score import Score, log_of_sums, reciprocal
 from fastmax.eager.decay import is_at_hand, not_above_zero, sum_of_decays
 from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import decay_to_last, distinct_features, query_features, softmax_of
@@ -34,9 +34,10 @@ def buffered_step_(
     log_input_gate: Tensor | None,
     exact_window: int,
     score: Score,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Returns the output of a step, (b, h, 1, dv) in q's dtype, and overwrites the tensors of the state.
 
+    The second result is the log of the sum of weights, (b, h, 1) in the dtype of the sums, and -inf for a sum of 0.
     q, k, v, mask, log_decay and log_input_gate are those of `decode_step`; the tensors of the state are those of `DecodeState`.
     If T tokens are buffered already, the oldest T tokens are added to the sums first.
     """
@@ -93,8 +94,10 @@ def _flush_(full: Tensor, kv_state: Tensor, k_sum: Tensor, local: _Local, exact_
         x.copy_(torch.where(full.view(*full.shape, *(1,) * (x.dim() - 2)), new, x))
 
 
-def _read(q: Tensor, kv_state: Tensor, k_sum: Tensor, local: _Local, at: Tensor, exact_window: int, score: Score) -> Tensor:
-    """Returns the output of the token at index `at` (b, hk) of the local tokens."""
+def _read(
+    q: Tensor, kv_state: Tensor, k_sum: Tensor, local: _Local, at: Tensor, exact_window: int, score: Score
+) -> tuple[Tensor, Tensor]:
+    """Returns the output of the token at index `at` (b, hk) of the local tokens, and the log of its sum of weights."""
     keys, tokens, mask, decays, _ = local
     place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
     decays = torch.where(place <= at, decays, 0.0)
@@ -110,13 +113,15 @@ def _read(q: Tensor, kv_state: Tensor, k_sum: Tensor, local: _Local, at: Tensor,
     query, sums_factor = query_features(q, k_sum, score), sums_factor.unsqueeze(-1)
     z = weights.sum(-1, keepdim=True) + _decayed(query @ k_sum.unsqueeze(-1), sums_factor)
     o = (weights @ tokens + _decayed(query @ kv_state, sums_factor)) * reciprocal(z)
-    o = o.flatten(1, 2).unsqueeze(2)
-    if exact_window > 0:
+    o, z = o.flatten(1, 2).unsqueeze(2), z.flatten(1, 2)
+    if exact_window == 0:
+        lse = log_of_sums(z)
+    else:
         is_local = is_visible & (place > at - exact_window)
         o_local, lse = softmax_of(torch.where(is_local.unsqueeze(2), s + log_factors.unsqueeze(2), -torch.inf), tokens)
-        o_global, o = o, o_local.flatten(1, 2).unsqueeze(2)
-        merge_(o, lse.flatten(1, 2).unsqueeze(2), o_global, z.flatten(1, 2))
-    return o.to(q.dtype)
+        o_global, o, lse = o, o_local.flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)
+        merge_(o, lse, o_global, z)
+    return o.to(q.dtype), lse
 
 
 def _factor_of_sums(decays: Tensor, k_sum: Tensor) -> Tensor:

@@ -1,11 +1,29 @@
-"""Merges softmax attention over local keys with polynomial attention over global keys, for an exact window."""
+"""Merges attention over parts of the keys, and in place the local and the global keys of an exact window."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastmax.core.score import reciprocal
+from fastmax.eager.blocks import compute_dtype
+
+
+def merged(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns attention over all keys, given checked outputs and lses of two or more parts, as `fastmax.merge_attention`."""
+    largest = lses[0].detach()
+    for x in lses[1:]:
+        largest = torch.maximum(largest, x.detach())
+    base = torch.where(largest == -torch.inf, 0.0, largest)
+    weights = [torch.exp(x - base) for x in lses]
+    total = sum(weights)
+    seen = total != 0
+    total = torch.where(seen, total, 1.0)
+    # A product has the memory layout of its first factor, so the output comes first.
+    o = sum(x.to(compute_dtype(x.dtype)) * (w / total).unsqueeze(-1) for w, x in zip(weights, outputs, strict=True))
+    return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)
 
 
 def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:

@@ -197,9 +197,10 @@ def included_after(
         if packed is not None:
             tokens, count = LayerTokens(*packed.rows(*tokens)), packed.count
         if tokens.q.shape[2] == 1:
-            o_kept, lse_kept, kept = step(tokens, state, positions, count, options, in_place)
-        else:
-            o_kept, lse_kept, kept = prefill(tokens, state, positions, count, options)
+            other = (o, lse) if packed is None else packed.rows(o, lse)
+            o, kept = step(tokens, other, state, positions, count, options, in_place)
+            return o if packed is None else packed.packed(o), kept
+        o_kept, lse_kept, kept = prefill(tokens, state, positions, count, options)
         if packed is not None:
             o_kept, lse_kept = packed.packed(o_kept), packed.packed(lse_kept)
         return merge_attention((o, o_kept), (lse, lse_kept))[0], kept
@@ -249,7 +250,7 @@ def attend(tokens: LayerTokens, options: KeptOptions, cu_seqlens: Tensor | None 
 def prefill(
     tokens: LayerTokens, state: KeptKeys, positions: Tensor, count: Tensor | None, options: KeptOptions
 ) -> tuple[Tensor, Tensor, KeptKeys]:
-    """Computes the second term of attention of n tokens after a state, as n calls of `step`.
+    """Computes the second term of attention of n tokens after a state. The state after them is that of n calls of `step`.
 
     Args:
         tokens: n tokens.
@@ -310,35 +311,36 @@ def prefill(
 
 def step(
     token: LayerTokens,
+    other: tuple[Tensor, Tensor],
     state: KeptKeys,
     positions: Tensor,
     count: Tensor | None,
     options: KeptOptions,
     in_place: bool = False,
-) -> tuple[Tensor, Tensor, KeptKeys]:
-    """Computes the second term of attention of one token.
+) -> tuple[Tensor, KeptKeys]:
+    """Computes attention of one token with the second term included.
 
     Args:
         token: one token.
+        other: o and lse, as for `included`.
         state: after the previous tokens.
         positions: int64 (b,), position of the token.
         count: int (b,), 1 for a real token and 0 for padding. None: all are real.
         in_place: whether to overwrite the tensors of the state. Else it is not modified.
 
     Returns:
-        The output and log of the sums of weights, as `attend`, and the state after the token.
+        The output and the state after the token.
     """
     token = token.real_only(count)
     limits = options.kept, options.window, _BLOCK, options.scale
     if not in_place:
         slots = state.keys, state.values, state.log_factors, state.positions
-        if eager.is_transformed() or eager.differentiating(*token, *slots):
+        if eager.is_transformed() or eager.differentiating(*token, *other, *slots):
             o, lse, slots = eager.kept_step(*token, *slots, positions, count, *limits)
-            return o, lse, KeptKeys(*slots)
+            return merge_attention(*zip((o, lse), other, strict=True))[0], KeptKeys(*slots)
         state = state.clone()
     slots = state.keys, state.values, state.log_factors, state.positions
-    o, lse = ops.kept_step_(token, slots, positions, count, *limits)
-    return o, lse, state
+    return ops.kept_step_(token, other, slots, positions, count, *limits), state
 
 
 class PartState(NamedTuple):

@@ -375,7 +375,7 @@ class FastmaxSelfAttention(nn.Module):
                 `fastmax.decoding.init_state`. 1: no buffer.
 
         Raises:
-            TypeError, ValueError: an argument is invalid; `flush_interval` is above 1 in a softmax layer or with `kept_keys`.
+            TypeError, ValueError: an argument is invalid; `flush_interval` is above 1 in a softmax layer.
         """
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
@@ -390,9 +390,6 @@ class FastmaxSelfAttention(nn.Module):
             state = KeyValueCache.empty(*sizes, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
-            if self.kept_keys > 0 and flush_interval != 1:
-                validation.check_count("flush_interval", flush_interval)
-                raise ValueError(f"flush_interval must be 1 with kept_keys, got {flush_interval} with {self.kept_keys}")
             state = decoding.init_state(*sizes, dtype=dtype, device=device, **options)
             if self.input_gate_proj is not None:
                 state = state.with_gates()  # a CUDA graph of `step_` cannot add them
@@ -797,8 +794,6 @@ class FastmaxSelfAttention(nn.Module):
                 f"state must have {slots} slots of kept keys, for this layer's kept_keys {self.kept_keys} and exact_window "
                 f"{self.options['exact_window']}, got {got}"
             )
-        if state.kept is not None and isinstance(state.attention, DecodeState) and state.attention.flush_interval != 1:
-            raise ValueError(f"state must have flush_interval 1 with kept_keys, got {state.attention.flush_interval}")
 
     def extra_repr(self) -> str:
         options: dict[str, object] = {name: getattr(self, name) for name in _SIZES[1:]}

@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256
 _MAX_TOKENS = 2**30 - 1
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-SCHEMA_VERSION = 28  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
+SCHEMA_VERSION = 29  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
 _problem: str | None = "it was not loaded yet"
 

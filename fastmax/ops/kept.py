@@ -151,6 +151,7 @@ register_gradient(_GATHER, refuse_second_derivative)
 
 def kept_step_(
     token: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    other: tuple[Tensor, Tensor],
     slots: tuple[Tensor, Tensor, Tensor, Tensor],
     positions: Tensor,
     count: Tensor | None,
@@ -158,48 +159,53 @@ def kept_step_(
     window: int,
     block: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Computes `eager.kept_step` in place: overwrites the slots, and returns the output and the log of the sums of weights.
+) -> Tensor:
+    """Computes `eager.kept_step` in place: overwrites the slots. Returns the output (b, h, 1, dv) for its keys and others.
 
     Args:
         token: q, k, v, log_input_gate and log_decay.
+        other: the output for other keys and the log of the sums of their weights, (b, h, 1, dv) and (b, h, 1).
         slots: keys, values, log_factors and key_positions.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
     count = None if count is None else count.long()
-    return in_place(_KEPT_STEP_, (*token, *slots, positions, count), slots, (kept, window, block, scale))
+    return in_place(_KEPT_STEP_, (*token, *other, *slots, positions, count), slots, (kept, window, block, scale))
 
 
-def _kept_step_(q, *arguments):
+def _kept_step_(q, k, v, gate, log_decay, other, other_lse, *arguments):
     with without_autocast(q):
-        return eager.kept_step(q, *arguments, in_place=True)[:2]
+        o, lse, _ = eager.kept_step(q, k, v, gate, log_decay, *arguments, in_place=True)
+        return eager.merged((o, other), (lse, other_lse))[0].contiguous()
 
 
 def _fake_kept_step_(q, k, v, *arguments):
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return o, q.new_empty(q.shape[:-1], dtype=eager.compute_dtype(q.dtype))
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-def _covers_step(q, k, v, gate, log_decay, keys, values, log_factors, key_positions, positions, count, *limits) -> bool:
-    kept, slots = limits[0], (keys, values, log_factors, key_positions)
+def _covers_step(
+    q, k, v, gate, log_decay, other, other_lse, keys, values, log_factors, key_positions, positions, count, kept, *limits
+) -> bool:
+    slots = keys, values, log_factors, key_positions
     fits = 0 < kept <= _MAX_KEPT and keys.shape[2] <= _MAX_SLOTS and all(x.is_contiguous() for x in slots)
-    return fits and all(x is None or x.dtype == torch.float32 for x in (gate, log_decay))
+    narrow = all(x is None or x.dtype == torch.float32 for x in (gate, log_decay, other_lse))
+    return fits and narrow and other.dtype == q.dtype
 
 
-def _kept_step_flops(q, k, v, gate, log_decay, keys, values, *arguments, out_val=None) -> int:
+def _kept_step_flops(q, k, v, gate, log_decay, other, other_lse, keys, values, *arguments, out_val=None) -> int:
     return 2 * q.shape[0] * q.shape[1] * keys.shape[2] * (keys.shape[3] + values.shape[3])
 
 
 _KEPT_STEP_ = register(
-    "kept_step_(Tensor q, Tensor k, Tensor v, Tensor log_input_gate, Tensor? log_decay, Tensor(a!) slot_keys, "
-    "Tensor(b!) slot_values, Tensor(c!) slot_factors, Tensor(d!) slot_positions, Tensor token_positions, Tensor? token_count, "
-    "int kept, int window, int block, float scale) -> (Tensor o, Tensor lse)",
+    "kept_step_(Tensor q, Tensor k, Tensor v, Tensor log_input_gate, Tensor? log_decay, Tensor other, Tensor other_lse, "
+    "Tensor(a!) slot_keys, Tensor(b!) slot_values, Tensor(c!) slot_factors, Tensor(d!) slot_positions, "
+    "Tensor token_positions, Tensor? token_count, "
+    "int kept, int window, int block, float scale) -> Tensor o",
     _kept_step_,
     _fake_kept_step_,
     kernel_of="q v",
     covers=_covers_step,
     flops=_kept_step_flops,
 )
-refuse_gradient(_KEPT_STEP_, refuse_to_record, written=slice(5, 9))
+refuse_gradient(_KEPT_STEP_, refuse_to_record, written=slice(7, 11))

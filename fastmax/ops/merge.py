@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fastmax import eager
@@ -41,17 +40,7 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     outputs, lses = validation.check_parts(outputs, lses)
     if len(outputs) == 1:
         return outputs[0].clone(), lses[0].clone()
-    largest = lses[0].detach()
-    for x in lses[1:]:
-        largest = torch.maximum(largest, x.detach())
-    base = torch.where(largest == -torch.inf, 0.0, largest)
-    weights = [torch.exp(x - base) for x in lses]
-    total = sum(weights)
-    seen = total != 0
-    total = torch.where(seen, total, 1.0)
-    # A product has the memory layout of its first factor, so the output comes first.
-    o = sum(x.to(eager.compute_dtype(x.dtype)) * (w / total).unsqueeze(-1) for w, x in zip(weights, outputs, strict=True))
-    return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)
+    return eager.merged(outputs, lses)
 
 
 def _merge_(o, lse, o_global, z_global):

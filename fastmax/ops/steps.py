@@ -71,14 +71,17 @@ def buffered_step_(
     buffered: Tensor,
     exact_window: int,
     score: Score,
-) -> Tensor:
-    """Computes a step in place, on a state with a buffer of tokens; see `fastmax.decoding`. Returns the output.
+) -> tuple[Tensor, Tensor]:
+    """Computes a step in place, on a state with a buffer of tokens; see `fastmax.decoding`.
 
     Args:
         token: k, v, attention_mask, log_decay and log_input_gate of the new token.
         sums: kv_state and k_sum.
         local: the `local_` tensors of the state; with a gate there are local gates. Arguments are 4-d and checked; decays and
             gates are in the dtype of the sums.
+
+    Returns:
+        The output, and the log of the sums of weights (b, h, 1) in the dtype of the sums, -inf where the sum is 0.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
@@ -141,14 +144,14 @@ def _decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score):
         return eager.decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, gate, Score(*score))
 
 
-def _fake_step_(q, k, v, *arguments):
+def _fake_decode_step_(q, k, v, *arguments):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 _DECODE_STEP_ = register(
     f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, {_TOKEN}, {SCORE}) -> (Tensor o)",
     _decode_step_,
-    _fake_step_,
+    _fake_decode_step_,
     kernel_of="q v",
     flops=_decode_step_flops,
 )
@@ -181,6 +184,10 @@ def _buffered_step_(
         return eager.buffered_step_(q, k, v, *state, *token, exact_window, Score(*score))
 
 
+def _fake_buffered_step_(q, k, v, kv_state, *arguments):
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), kv_state.new_empty(q.shape[:-1])
+
+
 def _covers_buffered_step_(q, k, v, kv_state, k_sum, local_keys, *arguments) -> bool:
     return local_keys.dim() == 4 and local_keys.shape[2] <= _MAX_PLACES
 
@@ -194,9 +201,9 @@ def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_v
 _BUFFERED_STEP_ = register(
     "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, Tensor(c!) local_keys, "
     "Tensor(d!) local_values, Tensor(e!) local_mask, Tensor(f!) local_decays, Tensor(g!) buffered, Tensor(h!)? local_gates, "
-    f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
+    f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o, Tensor lse)",
     _buffered_step_,
-    _fake_step_,
+    _fake_buffered_step_,
     kernel_of="q v",
     covers=_covers_buffered_step_,
     flops=_buffered_step_flops,

@@ -301,7 +301,7 @@ void run_kept_step() {
   take("gate", p.log_input_gate, p.log_input_gate_stride), take("log_decay", p.log_decay, p.log_decay_stride);
   take("token_positions", p.token_positions), take("token_count", p.token_count);
   take("keys", p.keys), take("values", p.values), take("log_factors", p.log_factors), take("positions", p.positions);
-  take("o", p.o), take("lse", p.lse);
+  take("other", p.other, p.other_stride), take("other_lse", p.other_lse, p.other_lse_stride), take("o", p.o);
   launch_kept_step(p, nullptr);
 }
 

@@ -232,7 +232,7 @@ class FastmaxLayer(CacheLayerMixin):
         sizes = batch, kv_heads, head_dim, value.shape[3]
         options = {name: value for name, value in self.options.items() if name != "log_decay"}  # each call brings its own
         kept = options.pop("kept_keys", 0)
-        flush_interval = 1 if kept > 0 else flush_interval_of(query.device, options.get("p", 2))
+        flush_interval = flush_interval_of(query.device, options.get("p", 2))
         self.state = init_state(*sizes, dtype=dtype, device=query.device, flush_interval=flush_interval, **options)
         if kept > 0:
             keys = KeptKeys.empty(*sizes, dtype, query.device, kept, options["exact_window"])
