@@ -30,6 +30,7 @@ from test_gather_kept import (
     steps,
 )
 from test_heads import join_arguments, join_by_definition, outputs_and_gradients, split_arguments, split_by_definition
+from test_merge_parts import LAYOUTS, check_merged, make_parts, merged_by_definition
 
 from fastmax import eager
 from fastmax.core import call as core
@@ -1088,6 +1089,30 @@ def test_join_heads(dv, gate, norm, library):
         gradients = {f"grad_{name}": None if x is None else torch.empty_like(x) for name, x in tensors.items()}
         run_layer(library, "join_heads", tensors, {"eps": given["eps"]}, outputs, gradients, {"grad_y": grad}, schedule)
         assert_near(outputs | gradients, [exact, *(of_exact.get(of) for of in of_names.values())])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dv", [64, 24, 256, 5])
+def test_merge_parts(dv, layout, library):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32) if layout == "dense" else (torch.bfloat16,):
+        check_merge_parts(dv, LAYOUTS[layout], dtype, library)
+
+
+def check_merge_parts(dv, layout, dtype, library):
+    parts = make_parts(dv=dv, dtype=dtype)
+    given = dict(zip(parts._fields, map(layout, parts), strict=True))
+    if given["first"].stride(3) != 1:  # which the bindings copy
+        given = {name: x.contiguous() for name, x in given.items()}
+    expected = merged_by_definition(parts)
+    aligned = dv % 8 == 0 and all(x.data_ptr() % 16 == 0 and x.stride(2) % 8 == 0 for x in given.values() if x.dim() == 4)
+    for schedule in (0, 1, 2, 3):
+        rows, lses = ([torch.full_like(parts[i], torch.nan).contiguous() for _ in range(3)] for i in (0, 1))
+        results = dict(zip(("o", "lse"), (rows[0], lses[0]), strict=True))
+        library.run("merge_parts", "forward", given | results, schedule=schedule, aligned=aligned)
+        names = "grad_first", "grad_first_lse", "grad_second", "grad_second_lse"
+        gradients = dict(zip(names, (rows[1], lses[1], rows[2], lses[2]), strict=True))
+        library.run("merge_parts", "backward", given | gradients, schedule=schedule, aligned=aligned)
+        check_merged([*results.values(), *gradients.values()], expected, dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 75])

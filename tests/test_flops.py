@@ -198,7 +198,7 @@ def test_nothing_is_counted_where_nothing_is_computed():
 
 def test_every_operator_of_products_has_a_formula():
     names = {name.removeprefix("fastmax::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastmax::")}
-    of_rows = "softmax", "merge_", "normalize_tokens", "normalize_tokens_backward"
+    of_rows = "softmax", "merge_", "merge_parts", "merge_parts_backward", "normalize_tokens", "normalize_tokens_backward"
     of_layer = "split_heads", "split_heads_backward", "join_heads", "join_heads_backward"
     of_keys = "finite_decay", "decay_sums", "largest_so_far", "gather_kept", "gather_kept_backward"
     without_products = *of_rows, *of_layer, *of_keys, "rotary_factors", "gradients_of_sums"

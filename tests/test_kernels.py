@@ -247,7 +247,7 @@ def test_the_library_registers_every_operator():
     steps = ("decode_step", "decode_step_", "buffered_step_")
     pieces = ("prefill_saved_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
     states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *pieces)
-    windows = ("exact_window_forward", "exact_window_backward", "merge_")
+    windows = ("exact_window_forward", "exact_window_backward", "merge_", "merge_parts", "merge_parts_backward")
     of_keys = ("finite_decay", "largest_so_far", "gather_kept", "gather_kept_backward", "kept_step_")
     for name in ("forward", "backward", *windows, *steps, *states, *of_keys):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax_cuda::{name}", "CUDA"), name

@@ -236,6 +236,8 @@ def recorded(kv_heads: int) -> list[tuple]:
             _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score)
             of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
             torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, saved, *score)
+        o, lse = torch.ops.fastmax.merge_parts(o, lse, 2 * o, lse.cos())
+        (o.sin().sum() + lse.sum()).backward()
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp())
     return recorder.calls
 

@@ -1,4 +1,4 @@
-// The merge of local (softmax) and global (polynomial) attention of an exact window, and what the backward of the global part takes.
+// Merges of attention over parts of the keys, and what the backward of an exact window's global keys takes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +7,7 @@
 
 namespace fastmax {
 
+// The merge of local (softmax) and global (polynomial) attention of an exact window, in place.
 struct MergeParams {
   int b, h, n, dv;
   MathMode math;    // of o and o_global; the arithmetic is fp32
@@ -22,6 +23,42 @@ struct MergeParams {
 };
 
 void launch_merge(const MergeParams& p, cudaStream_t stream);
+
+// Attention over part of the keys: o and the log of the sums of weights, -inf where a query sees no key of the part.
+struct AttentionPart {
+  const void* o;  // (b, h, n, dv), unit stride in the last dimension
+  const float* lse;  // (b, h, n)
+  Stride o_stride, lse_stride;
+};
+
+struct PartsParams {
+  int b, h, n, dv;
+  MathMode math;  // of all o; the arithmetic is fp32
+  bool aligned;   // whether all rows are whole 16-byte words at multiples of 16 bytes
+  AttentionPart first, second;
+};
+
+// Writes attention over the keys of both parts: o is 0 and lse -inf where a query sees no key.
+struct MergePartsParams : PartsParams {
+  void* o;  // (b, h, n, dv), unit stride in the last dimension
+  float* lse;  // (b, h, n) contiguous
+  Stride o_stride;
+};
+
+void launch_merge_parts(const MergePartsParams& p, cudaStream_t stream);
+
+// The gradients of what is merged. With w = exp(lse of a part - lse), they are w grad_o and w (grad_o . (o of the part - o) + grad_lse).
+struct MergePartsBackwardParams : PartsParams {
+  const void* grad_o;  // (b, h, n, dv), unit stride in the last dimension; null: 0
+  const float* grad_lse;  // (b, h, n); null: 0
+  Stride grad_o_stride, grad_lse_stride;
+  // Unit stride in the last dimension; those of lse are contiguous.
+  void *grad_first_o, *grad_second_o;
+  float *grad_first_lse, *grad_second_lse;
+  Stride grad_first_o_stride, grad_second_o_stride;
+};
+
+void launch_merge_parts_backward(const MergePartsBackwardParams& p, cudaStream_t stream);
 
 // The denominators of the global keys' backward, from the log-sum-exp of all keys.
 struct DenominatorParams {

@@ -45,6 +45,7 @@ _AXES = {
     **{name: _axes(x.axes) for name, x in ACCOMPANYING.items()},
     **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
     **dict.fromkeys(("o_global", "z_global", "other", "other_lse", "g", "e", "pairs"), _QUERIES),
+    **dict.fromkeys(("first", "first_lse", "second", "second_lse"), _QUERIES),
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "kv_state", "k_sum", "new_kv_state", "new_k_sum"), _KEYS),
     **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "local_gates"), _KEYS),
     **dict.fromkeys(("buffered", "saved"), _KEYS),

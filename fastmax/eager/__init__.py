@@ -25,7 +25,7 @@ from fastmax.eager.kept import (
     must_be_chosen,
     slots_like,
 )
-from fastmax.eager.merge import merge_, merged
+from fastmax.eager.merge import merge_, merged, merged_backward
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decay_to_last, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.state import (
@@ -72,6 +72,7 @@ __all__ = [
     "least_sum",
     "merge_",
     "merged",
+    "merged_backward",
     "must_be_chosen",
     "normalize_tokens",
     "normalize_tokens_backward",

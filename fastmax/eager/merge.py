@@ -13,6 +13,30 @@ from fastmax.eager.blocks import compute_dtype
 
 def merged(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns attention over all keys, given checked outputs and lses of two or more parts, as `fastmax.merge_attention`."""
+    shares, lse = _shares(lses)
+    # A product has the memory layout of its first factor, so the output comes first.
+    o = sum(x.to(compute_dtype(x.dtype)) * share.unsqueeze(-1) for share, x in zip(shares, outputs, strict=True))
+    return o.to(outputs[0].dtype), lse
+
+
+def merged_backward(
+    grad_o: Tensor | None, grad_lse: Tensor | None, outputs: Sequence[Tensor], lses: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the gradients of the outputs and of the lses that `merged` takes. Differentiable any number of times."""
+    shares, _ = _shares(lses)
+    dtype = lses[0].dtype
+    of_lses = shares[0].new_zeros(()) if grad_lse is None else grad_lse
+    if grad_o is None:
+        return [torch.zeros_like(x) for x in outputs], [share * of_lses for share in shares]
+    grad = grad_o.to(dtype)
+    products = [(grad * x.to(dtype)).sum(-1) for x in outputs]
+    of_o = sum(share * x for share, x in zip(shares, products, strict=True))
+    of_outputs = [(grad * share.unsqueeze(-1)).to(x.dtype) for share, x in zip(shares, outputs, strict=True)]
+    return of_outputs, [share * (x - of_o + of_lses) for share, x in zip(shares, products, strict=True)]
+
+
+def _shares(lses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Returns the share of each part in the sum of weights, and the log of the sum."""
     largest = lses[0].detach()
     for x in lses[1:]:
         largest = torch.maximum(largest, x.detach())
@@ -21,9 +45,7 @@ def merged(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
     total = sum(weights)
     seen = total != 0
     total = torch.where(seen, total, 1.0)
-    # A product has the memory layout of its first factor, so the output comes first.
-    o = sum(x.to(compute_dtype(x.dtype)) * (w / total).unsqueeze(-1) for w, x in zip(weights, outputs, strict=True))
-    return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)
+    return [w / total for w in weights], torch.where(seen, base + total.log(), -torch.inf)
 
 
 def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:

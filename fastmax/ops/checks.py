@@ -78,6 +78,15 @@ def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> N
             raise ValueError(f"{name} must not share memory with {x}, which is written over")
 
 
+def check_parts(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> None:
+    """Checks the parts that `merge_parts` takes."""
+    if first.dim() != 4:
+        raise ValueError(f"first must be 4-dimensional, got {first.dim()} dimensions")
+    _check_tensor("second", second, first.shape, first.dtype, first, "first")
+    for name, lse in (("first_lse", first_lse), ("second_lse", second_lse)):
+        _check_tensor(name, lse, first.shape[:3], compute_dtype(first.dtype), first, "first")
+
+
 def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
     """Checks the arguments of `normalize_tokens`."""
     if q.dim() != 4:

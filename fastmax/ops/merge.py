@@ -1,19 +1,22 @@
 """`merge_attention` merges attention over parts of the keys, given the log of the sums of weights of each part.
 
-`merge_` merges global keys of an exact window into local ones, in place.
+The operator `merge_parts` merges two parts. `merge_` merges global keys of an exact window into local ones, in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastmax import eager
 from fastmax.core import validation
 from fastmax.ops import checks as operator_checks
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.registration import refuse_gradient, refuse_to_differentiate, register
+from fastmax.ops.autograd import compute, refuse_second_derivative, register_gradient
+from fastmax.ops.registration import Operator, refuse_gradient, refuse_to_differentiate, register
 
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -40,7 +43,70 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     outputs, lses = validation.check_parts(outputs, lses)
     if len(outputs) == 1:
         return outputs[0].clone(), lses[0].clone()
-    return eager.merged(outputs, lses)
+    if len(outputs) > 2 or outputs[0].dim() != 4 or eager.is_transformed():
+        return eager.merged(outputs, lses)
+    return compute(_MERGE_PARTS, (outputs[0], lses[0], outputs[1], lses[1]), ())
+
+
+def _merge_parts(first, first_lse, second, second_lse):
+    operator_checks.check_parts(first, first_lse, second, second_lse)
+    with without_autocast(first):
+        o, lse = eager.merged((first, second), (first_lse, second_lse))
+        return eager.empty_like_layout(first, first.shape[3]).copy_(o), lse.contiguous()
+
+
+def _fake_merge_parts(first, first_lse, second, second_lse):
+    return eager.empty_like_layout(first, first.shape[3]), first_lse.new_empty(first_lse.shape)
+
+
+def _merge_parts_backward(grad_o, grad_lse, first, first_lse, second, second_lse):
+    operator_checks.check_parts(first, first_lse, second, second_lse)
+    with without_autocast(first):
+        outputs, lses = eager.merged_backward(grad_o, grad_lse, (first, second), (first_lse, second_lse))
+        of_first, of_second = (
+            eager.empty_like_layout(x, x.shape[3]).copy_(grad) for x, grad in zip((first, second), outputs, strict=True)
+        )
+        return of_first, lses[0].contiguous(), of_second, lses[1].contiguous()
+
+
+def _fake_merge_parts_backward(grad_o, grad_lse, *parts):
+    of_first, of_first_lse = _fake_merge_parts(*parts)
+    return of_first, of_first_lse, *_fake_merge_parts(*parts[2:], *parts[:2])
+
+
+class _MergeParts(NamedTuple):
+    """`merge_parts` and its gradient."""
+
+    forward: Operator
+    backward: Operator
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.options = ()
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_lse) -> tuple[Tensor | None, ...]:
+        if grad_o is None and grad_lse is None:
+            return (None,) * 4
+        if not torch.is_grad_enabled():
+            return self.backward(grad_o, grad_lse, *saved)
+        first, first_lse, second, second_lse = saved  # autograd records the gradient: it has gradients of its own
+        outputs, lses = eager.merged_backward(grad_o, grad_lse, (first, second), (first_lse, second_lse))
+        return outputs[0], lses[0], outputs[1], lses[1]
+
+
+_PARTS = "Tensor first, Tensor first_lse, Tensor second, Tensor second_lse"
+_MERGE_PARTS = _MergeParts(
+    register(f"merge_parts({_PARTS}) -> (Tensor o, Tensor lse)", _merge_parts, _fake_merge_parts, kernel_of="first second"),
+    register(
+        f"merge_parts_backward(Tensor? grad_o, Tensor? grad_lse, {_PARTS}) "
+        "-> (Tensor grad_first, Tensor grad_first_lse, Tensor grad_second, Tensor grad_second_lse)",
+        _merge_parts_backward,
+        _fake_merge_parts_backward,
+        kernel_of="first second",
+    ),
+)
+register_gradient(_MERGE_PARTS, refuse_second_derivative)
 
 
 def _merge_(o, lse, o_global, z_global):

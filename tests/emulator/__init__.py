@@ -8,14 +8,15 @@ headers/ stands in for those headers of csrc/ that have PTX in them, a function 
 Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches and what a kernel is made of are the library's.
 
 Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h), of SplitHeadsParams and JoinHeadsParams
-(csrc/layer/layer.h), of RotaryParams (csrc/layer/rotary.h), and of ChoiceParams, GatherParams, GatherBackwardParams and
-KeptStepParams (csrc/kept/kept.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1, a2,
-order, causal, left, right, dropout, math (MathMode), kernels_head_dim (by default one that holds all columns), sm_count
-(blocks of a persistent grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in
-order and at once; 1 and 2 the first or the last warp that can run, and all copies and products late; from 3 on at random.
+(csrc/layer/layer.h), of RotaryParams (csrc/layer/rotary.h), of ChoiceParams, GatherParams, GatherBackwardParams and
+KeptStepParams (csrc/kept/kept.h), and of MergePartsParams and MergePartsBackwardParams (csrc/merge/merge.h) by name, on the
+CPU; results are written into those given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode),
+kernels_head_dim (by default one that holds all columns), sm_count (blocks of a persistent grid), resident (blocks that run
+side by side; the others follow) and schedule: 0 everything in order and at once; 1 and 2 the first or the last warp that can
+run, and all copies and products late; from 3 on at random.
 Of the layer: heads, kv_heads, head_dim, q_eps, k_eps, eps, half, base, and float_convolution, float_norm and
-wide_positions, which say that weights are float32 and positions int64. Of kept keys: kept, window, block, tokens and
-aligned.
+wide_positions, which say that weights are float32 and positions int64. Of kept keys: kept, window, block and tokens. Of
+kept keys and merged parts: aligned.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ PORTABLE = (
     "kept/choice.cu",
     "kept/gather.cu",
     "kept/step.cu",
+    "merge/merge.cu",
     "quadratic/bounds.cu",
     "linear/prepare.cu",
     "linear/tile_inputs.cu",
@@ -206,6 +208,6 @@ class Library:
             assert x.device.type == "cpu", name
             sizes, strides = ((ctypes.c_int64 * x.dim())(*values) for values in (x.shape, x.stride()))
             self._library.emulator_tensor(name.encode(), ctypes.c_void_p(x.data_ptr()), x.dim(), sizes, strides)
-        dtype = next((tensors[name].dtype for name in ("q", "x", "o", "k", "grad_keys") if name in tensors), torch.bfloat16)
+        dtype = next((tensors[name].dtype for name in ("q", "x", "o", "k", "grad_keys", "first") if name in tensors), torch.bfloat16)
         for name, x in {"math": MATH_MODES[dtype], **numbers}.items():
             self._library.emulator_number(name.encode(), ctypes.c_double(x))

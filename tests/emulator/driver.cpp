@@ -19,6 +19,7 @@
 #include "layer/rotary.h"
 #include "linear/algorithm.h"
 #include "machine.h"
+#include "merge/merge.h"
 #include "quadratic/algorithm.h"
 
 namespace fastmax {
@@ -305,6 +306,30 @@ void run_kept_step() {
   launch_kept_step(p, nullptr);
 }
 
+// As bindings/merge.cpp.
+void fill(PartsParams& p) {
+  const Given& o = tensor("first");
+  p.b = o.sizes[0], p.h = o.sizes[1], p.n = o.sizes[2], p.dv = o.sizes[3];
+  p.math = static_cast<MathMode>(integer("math", 0)), p.aligned = integer("aligned", 1) != 0;
+  take("first", p.first.o, p.first.o_stride), take("first_lse", p.first.lse, p.first.lse_stride);
+  take("second", p.second.o, p.second.o_stride), take("second_lse", p.second.lse, p.second.lse_stride);
+}
+
+void run_merge_parts(bool backward) {
+  if (!backward) {
+    MergePartsParams p{};
+    fill(p);
+    take("o", p.o, p.o_stride), take("lse", p.lse);
+    return launch_merge_parts(p, nullptr);
+  }
+  MergePartsBackwardParams p{};
+  fill(p);
+  take("grad_o", p.grad_o, p.grad_o_stride), take("grad_lse", p.grad_lse, p.grad_lse_stride);
+  take("grad_first", p.grad_first_o, p.grad_first_o_stride), take("grad_second", p.grad_second_o, p.grad_second_o_stride);
+  take("grad_first_lse", p.grad_first_lse), take("grad_second_lse", p.grad_second_lse);
+  launch_merge_parts_backward(p, nullptr);
+}
+
 // As bindings/rotary.cpp.
 void run_rotary_factors() {
   RotaryParams p{};
@@ -342,6 +367,7 @@ const char* emulator_run(const char* algorithm, int backward) {
     if (name == "largest_so_far") return run_choice(), error.c_str();
     if (name == "gather_kept") return run_gather(backward != 0), error.c_str();
     if (name == "kept_step") return run_kept_step(), error.c_str();
+    if (name == "merge_parts") return run_merge_parts(backward != 0), error.c_str();
     if (name == "rotary_factors") return run_rotary_factors(), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
     if (backward != 0) {
