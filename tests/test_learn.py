@@ -25,6 +25,7 @@ from benchmarks.learn import (
     figures,
     free_windows,
     language,
+    large,
     memory,
     needle,
     pages,
@@ -81,6 +82,7 @@ def tiny(monkeypatch):
     model = replace(TINY, context=256, final=2)
     trials = {name: replace(setting, model=model) for name, setting in free_windows.TRIALS.items()}
     monkeypatch.setattr(free_windows, "TRIALS", trials)
+    monkeypatch.setattr(large, "SECONDS", 0.3)
     monkeypatch.setattr(conversion, "TRANSFER_STEPS", 2)
     monkeypatch.setattr(conversion, "FINETUNE_STEPS", 2)
 
@@ -97,6 +99,7 @@ MEASURES = {
         "p2_all",
         {"train", "val", *(f"{way}{what}" for way in ("whole", "near") for what in ("", " position", " needle"))},
     ),
+    "large": ("kept_keys_wide_steady", {"train", "val", "position", "loss"}),
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
     "needle": ("hybrid", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
     "memory": ("gate", {"short", "train", "val", "position", "last_quarter", "loss", "needle", "letters", "accuracy"}),
@@ -631,6 +634,15 @@ def test_page_of_free_windows(tmp_path):
     slow = [row | {"seconds": 90.0} if row["setting"] == "growing" else row for row in found]
     with pytest.raises(LookupError, match="runs of 60 and of 90 s of training are not of equal time"):
         list(pages.free_windows(pd.DataFrame(slow)))
+
+
+def test_page_of_large_models(tmp_path):
+    key = {"variant": "softmax_parts", "setting": "350M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2", "commit": "abc"}
+    key |= {"step": 7, "tokens": 3e6, "seconds": 60.0, "parameters": 2e6}
+    values = {("position", 512): 1.9, ("position", 1024): 1.5, ("position", 2048): 1.25, ("loss", 2048): 1.4, ("val", 7): 1.4}
+    text = text_of("large", [key | {"measure": name, "at": at, "value": x} for (name, at), x in values.items()], tmp_path)
+    assert "| attention | weights | steps | tokens | loss | at 0.5k to 1k | at 1k to 2k |" in text
+    assert "| softmax, same parts | 2.0 M | 7 | 3.0 M | 1.400 | 1.500 | 1.250 |" in text
 
 
 def test_page_of_memory(tmp_path):

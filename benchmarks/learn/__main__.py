@@ -24,13 +24,26 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learn import ablation, capacity, conversion, equal_steps, equal_time, free_windows, memory, needle, recall, rows
+from benchmarks.learn import (
+    ablation,
+    capacity,
+    conversion,
+    equal_steps,
+    equal_time,
+    free_windows,
+    large,
+    memory,
+    needle,
+    recall,
+    rows,
+)
 from benchmarks.learn.runner import Place, perform
 
 EXPERIMENTS = {
     "equal-steps": equal_steps.EXPERIMENT,
     "equal-time": equal_time.EXPERIMENT,
     "free-windows": free_windows.EXPERIMENT,
+    "large": large.EXPERIMENT,
     "ablation": ablation.EXPERIMENT,
     "conversion": conversion.EXPERIMENT,
     "recall": recall.EXPERIMENT,
@@ -56,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-compile", action="store_true", help="run language models without torch.compile")
     parser.add_argument("--no-graphs", action="store_true", help="run recall without CUDA graphs")
     parser.add_argument("--steps", type=int, help="replaces the setting's steps or seconds, for trials")
-    parser.add_argument("--time", type=float, metavar="SECONDS", help="time of training, for equal-time and free-windows")
+    parser.add_argument(
+        "--time", type=float, metavar="SECONDS", help="time of training, where it is equal"
+    )
     parser.add_argument("--data", type=Path, default=DATA, help="text to train on, one file; source trees are beside it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the CSVs")
     parser.add_argument("--from", type=Path, dest="source", metavar="FOLDER", help="directory of the CSVs to collect")
@@ -93,9 +108,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.steps is not None and options.out == RESULTS:
         parser.error("--steps is for trying things out: give another --out, where its rows are not taken for results")
     if options.time is not None:
-        if options.experiment not in ("equal-time", "free-windows"):
-            parser.error(f"--time is of equal-time and free-windows: {options.experiment} ends after its steps")
-        runs = [replace(run, seconds=run.seconds + options.time - equal_time.SECONDS) for run in runs]
+        seconds = {"equal-time": equal_time.SECONDS, "free-windows": equal_time.SECONDS, "large": large.SECONDS}
+        if options.experiment not in seconds:
+            parser.error(f"--time is of {', '.join(seconds)}: {options.experiment} ends after its steps")
+        runs = [replace(run, seconds=run.seconds + options.time - seconds[options.experiment]) for run in runs]
     if options.list:
         print("\n".join(f"{run}: about {run.seconds:.0f} s" for run in runs))
         return 0

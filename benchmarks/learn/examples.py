@@ -8,8 +8,9 @@ try:
     import generate
     import model
     import text
+    import train_lm
     import training
 finally:
     sys.path.pop(0)
 
-__all__ = ["generate", "model", "text", "training"]
+__all__ = ["generate", "model", "text", "train_lm", "training"]

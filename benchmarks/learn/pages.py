@@ -61,6 +61,21 @@ def equal_time(found: pd.DataFrame) -> Lines:
         yield [title, f"{seconds:.0f}", million(tokens), f"{loss:.4f}", f"{last:.4f}", "" if until is None else f"{until:.0f}"]
 
 
+def large(found: pd.DataFrame) -> Lines:
+    """Losses of the trained models, in windows of their longest training windows and in ranges of positions."""
+    measured = in_order(found, TITLES)
+    _check_time(where(found, measure="loss"))
+    ends = [at for at in sorted(where(found, measure="position")["at"].unique()) if at >= 1024]
+    ranges = [f"{at // 2048}k to {at // 1024}k" if at > 1024 else "0.5k to 1k" for at in ends]
+    yield ["attention", "weights", "steps", "tokens", "loss", *(f"at {x}" for x in ranges)]
+    for name, title in measured.items():
+        own = where(found, variant=name)
+        loss = where(own, measure="loss")
+        counts = [million(own["parameters"].iloc[0]), f"{loss['step'].mean():.0f}", million(loss["tokens"].mean())]
+        positions = (seed_values(own, measure="position", at=at).mean() for at in ends)
+        yield [title, *counts, f"{seed_values(own, measure='loss').mean():.3f}", *(f"{x:.3f}" for x in positions)]
+
+
 def _check_time(ends: pd.DataFrame) -> None:
     shortest, longest = ends["seconds"].agg(["min", "max"])
     if longest > SAME_TIME * shortest:
@@ -171,6 +186,7 @@ TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "equal-steps": (equal_steps, {"equal_steps": "validation loss by step"}),
     "equal-time": (equal_time, {"equal_time": "loss by seconds of training", "equal_time_position": "loss by position"}),
     "free-windows": (free_windows, {}),
+    "large": (large, {}),
     "ablation": (ablation, {"ablation": "loss without each part"}),
     "recall": (recall, {"recall": "accuracy by pairs"}),
     "needle": (needle, {"needle": "facts found by length of the text"}),

@@ -208,6 +208,7 @@ class Library:
             assert x.device.type == "cpu", name
             sizes, strides = ((ctypes.c_int64 * x.dim())(*values) for values in (x.shape, x.stride()))
             self._library.emulator_tensor(name.encode(), ctypes.c_void_p(x.data_ptr()), x.dim(), sizes, strides)
-        dtype = next((tensors[name].dtype for name in ("q", "x", "o", "k", "grad_keys", "first") if name in tensors), torch.bfloat16)
+        names = "q", "x", "o", "k", "grad_keys", "first"
+        dtype = next((tensors[name].dtype for name in names if name in tensors), torch.bfloat16)
         for name, x in {"math": MATH_MODES[dtype], **numbers}.items():
             self._library.emulator_number(name.encode(), ctypes.c_double(x))

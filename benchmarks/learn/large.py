@@ -1,0 +1,78 @@
+"""Large models: the loss after equal time on windows that grow to 32k, trained by `examples/train_lm.py`.
+
+A training writes its checkpoints beside the text. The same command resumes a training that was stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.learn.examples import train_lm
+from benchmarks.learn.rows import Row
+from benchmarks.learn.runner import Experiment, Place, Run
+
+SECONDS = 280.0
+LEARNING_RATE = 6e-4
+# Arguments of train_lm.py. A step has 65536 bytes.
+SETTINGS = {
+    "350M": (
+        *("--size", "350m", "--block-size", "32768", "--batch-size", "1", "--accumulate", "2"),
+        *("--grow", "1024:0.4", "4096:0.7", "16384:0.85"),
+        *("--steps", "100000", "--rows", "1000", "--warmup", "50", "--val-batches", "4"),
+    )
+}
+TRIALS = {  # without a GPU
+    "trial": (
+        *("--n-layer", "2", "--n-embd", "32", "--block-size", "64", "--batch-size", "1", "--grow", "32:0.5"),
+        *("--steps", "1000", "--rows", "100", "--warmup", "2", "--val-batches", "1"),
+    )
+}
+OF_VARIANT = {
+    "kept_keys_wide_steady": (*("--n-head", "8", "--parts", "kept_keys=256", "steady_heads=4", "longest_half_life=1024"),),
+    "softmax_parts": ("--n-head", "16", "--attention", "softmax"),
+}
+
+
+def runs(device: torch.device) -> list[Run]:
+    settings = SETTINGS if device.type == "cuda" else TRIALS
+    return [Run(variant, name, LEARNING_RATE, 1, SECONDS + 150.0) for name in settings for variant in OF_VARIANT]
+
+
+def execute(run: Run, place: Place) -> Iterator[Row]:
+    """Yields rows of the "train" and "val" losses by step, of the "position" losses, whose `at` is the end of a range of
+    positions, and of the trained model's "loss"."""
+    out = place.data.with_name(f"{place.data.stem}-{run.variant}-{run.setting}-{run.seed}-{run.lr:g}")
+    arguments = [*(SETTINGS | TRIALS)[run.setting], *OF_VARIANT[run.variant], "--lr", str(run.lr), "--seed", str(run.seed)]
+    arguments += ["--out", str(out), "--device", str(place.device), "--compile" if place.compile else "--no-compile"]
+    if run.setting in TRIALS:
+        arguments += ["--data", str(place.data)]
+    if place.steps is None:
+        arguments += ["--seconds", str(SECONDS if place.time is None else place.time)]
+    else:
+        arguments += ["--steps", str(place.steps)]
+    if status := train_lm.main(arguments):
+        raise RuntimeError(f"train_lm.py ended with status {status}")
+    checkpoint = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+    weights = sum(x.numel() for x in checkpoint["model"].values())
+    constant: Row = {"parameters": weights, "data": checkpoint["settings"]["data"]}
+    for row in _read(out / "losses.csv"):
+        constant |= {"step": int(row["step"]), "tokens": int(row["tokens"]), "seconds": float(row["seconds"])}
+        for measure in ("train", "val"):
+            yield {"measure": measure, "at": constant["step"], "value": float(row[measure])} | constant
+    for row in (positions := _read(out / "positions.csv")):
+        yield {"measure": "position", "at": int(row["last"]), "value": float(row["loss"])} | constant
+    sums = [(float(row["loss"]) * int(row["tokens"]), int(row["tokens"])) for row in positions]
+    loss = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    yield {"measure": "loss", "at": int(positions[-1]["last"]), "value": loss} | constant
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+EXPERIMENT = Experiment(__doc__.partition("\n")[0], runs, execute)
