@@ -293,21 +293,21 @@ def test_the_operator_itself_refuses_to_record():
 # ---- CUDA
 
 
-def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, gates):
+def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, gates, device="cuda"):
     """Returns filled tensors for `ops.buffered_step_`. Places without a token hold arbitrary finite numbers."""
-    generator = torch.Generator("cuda").manual_seed(window + flush_interval + buffered)
-    k, v = (torch.randn(3, hk, 40, x, generator=generator, device="cuda", dtype=torch.float64) for x in (d, dv))
-    state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device="cuda", temperature=d**0.5)
+    generator = torch.Generator(device).manual_seed(window + flush_interval + buffered)
+    k, v = (torch.randn(3, hk, 40, x, generator=generator, device=device, dtype=torch.float64) for x in (d, dv))
+    state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device=device, temperature=d**0.5)
     _, state = fastmax.decoding.prefill(k, k, v, state)
     wide, places = eager.compute_dtype(dtype), (3, hk, window + flush_interval)
-    near = (torch.randn(*places, x, generator=generator, device="cuda").to(dtype) for x in (d, dv))
-    mask = torch.rand(places, generator=generator, device="cuda") > 0.2
-    decays = -torch.rand(places, generator=generator, device="cuda", dtype=wide) / 8
+    near = (torch.randn(*places, x, generator=generator, device=device).to(dtype) for x in (d, dv))
+    mask = torch.rand(places, generator=generator, device=device) > 0.2
+    decays = -torch.rand(places, generator=generator, device=device, dtype=wide) / 8
     decays[:, :, 1::7] = 0.0
     decays[0, :, window // 2] = -torch.inf
-    count = torch.full((3, hk), buffered, dtype=torch.int32, device="cuda")
+    count = torch.full((3, hk), buffered, dtype=torch.int32, device=device)
     count[1] = flush_interval  # entries of their own
-    local_gates = 2.0 * torch.randn(places, generator=generator, device="cuda", dtype=wide) if gates else None
+    local_gates = 2.0 * torch.randn(places, generator=generator, device=device, dtype=wide) if gates else None
     return [state.kv_state.to(wide), state.k_sum.to(wide), *near, mask, decays, count, local_gates]
 
 

@@ -15,6 +15,7 @@ import invalid_bounds
 import pytest
 import torch
 from common import CSRC, bounded, load_build, make_decay, relative
+from test_decode_buffered import buffered_state
 from test_gather_kept import (
     LIMITS,
     PLACES,
@@ -1089,6 +1090,34 @@ def test_join_heads(dv, gate, norm, library):
         gradients = {f"grad_{name}": None if x is None else torch.empty_like(x) for name, x in tensors.items()}
         run_layer(library, "join_heads", tensors, {"eps": given["eps"]}, outputs, gradients, {"grad_y": grad}, schedule)
         assert_near(outputs | gradients, [exact, *(of_exact.get(of) for of in of_names.values())])
+
+
+STATE = "kv_state", "k_sum", "local_keys", "local_values", "local_mask", "local_decays", "buffered", "local_gates"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d, dv, h, hk", [(16, 16, 4, 2), (5, 3, 3, 3)])
+@pytest.mark.parametrize("window, flush_interval, buffered", [(0, 32, 0), (40, 8, 5), (40, 8, 8), (3, 50, 50)])
+def test_buffered_step(window, flush_interval, buffered, d, dv, h, hk, dtype, library):
+    state = buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, window != 3, "cpu")
+    token = {name: torch.randn(3, heads, 1, x).to(dtype) for name, heads, x in (("q", h, d), ("k", hk, d), ("v", hk, dv))}
+    token |= {"attention_mask": torch.tensor([[True], [False], [True]]), "log_decay": -torch.rand(3, hk, 1)}
+    token["log_input_gate"] = torch.randn(3, hk, 1) if window == 40 else None
+    score = Score(d**-0.5, 1.0, 1.0, 0.5, 2)
+    exact = [x if x is None else x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
+    q, k, v, mask, *factors = (x if x is None or x.dtype == torch.bool else x.double() for x in token.values())
+    expected = eager.buffered_step_(q, k, v, *exact, mask, *factors, window, score)
+    for schedule in (0, 1, 2, 3):
+        new = {name: None if x is None else x.clone() for name, x in zip(STATE, state, strict=True)}
+        o, lse = torch.full((3, h, 1, dv), torch.nan, dtype=dtype), torch.full((3, h, 1), torch.nan)
+        numbers = {"window": window, "scale": score.scale, "schedule": schedule}
+        library.run("buffered_step", "forward", token | new | {"o": o, "lse": lse}, **numbers)
+        narrow = 1e-5 if dtype == torch.float32 else 0.01
+        assert relative(o, expected[0]) < narrow
+        torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=narrow)
+        for x, y in zip((new["kv_state"], new["k_sum"]), exact[:2], strict=True):
+            assert relative(x, y) < 1e-5
+        assert torch.equal(new["buffered"], exact[6])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

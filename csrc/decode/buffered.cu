@@ -512,8 +512,8 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
 template <class Vector, int kHeads>
 __global__ void __launch_bounds__(kThreads, kHeads == 1 ? 4 : kHeads == 4 ? 3 : 2)
     buffered_kernel(const BufferedParams p, const Work work) {
-  extern __shared__ float4 dynamic_smem[];
-  float* smem = reinterpret_cast<float*>(dynamic_smem);
+  extern __shared__ __align__(128) char shared[];
+  float* smem = reinterpret_cast<float*>(shared);
   // Blocks of tokens wait for memory, blocks of rows need its bandwidth: those of a state are neighbours, so that both kinds run together.
   const int of_rows = work.slices * work.splits, blocks = of_rows + work.tiles;
   const int state = blockIdx.x / blocks, part = blockIdx.x % blocks;
@@ -564,12 +564,12 @@ __device__ void append_token(const BufferedParams& p, const Held& held, int stat
 
 // One block per state.
 __global__ void __launch_bounds__(kThreads, 4) combine_kernel(const BufferedParams p, const Work work) {
-  extern __shared__ float4 dynamic_smem[];
+  extern __shared__ __align__(128) char shared[];
   __shared__ float halves[kThreads];
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, state = blockIdx.x;
   const int batch = state / s.hk, kv_head = state % s.hk, parts = work.parts();
-  float* after = reinterpret_cast<float*>(dynamic_smem);  // (tiles + 1): sum of the decays from this tile on
+  float* after = reinterpret_cast<float*>(shared);  // (tiles + 1): sum of the decays from this tile on
   float* factors = after + work.tiles + 1;                // (heads of a turn, parts)
   const Held held(p, state);
   const int tiles = held.before / kTile + 1;

@@ -78,8 +78,8 @@ struct alignas(sizeof(float4)) FixedSmem {
 template <class Vector, int kHeads>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeParams p, const Work work) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
-  extern __shared__ float4 dynamic_smem[];
-  auto& smem = *reinterpret_cast<FixedSmem<kHeads>*>(dynamic_smem);
+  extern __shared__ __align__(128) char shared[];
+  auto& smem = *reinterpret_cast<FixedSmem<kHeads>*>(shared);
   auto& token = smem.token;
   auto& warp_denominators = smem.warp_denominators;
   float* warp_numerators = reinterpret_cast<float*>(&smem + 1);  // (kHeads, warps, columns of the slice)

@@ -14,6 +14,7 @@
 #include "core/dispatch.h"
 #include "core/value_blocks.h"
 #include "decay/decay.h"
+#include "decode/buffered.h"
 #include "kept/kept.h"
 #include "layer/layer.h"
 #include "layer/rotary.h"
@@ -306,6 +307,36 @@ void run_kept_step() {
   launch_kept_step(p, nullptr);
 }
 
+// As bindings/decode.cpp.
+void run_buffered_step() {
+  BufferedParams p{};
+  DecodeParams& s = p.step;
+  const Given &q = tensor("q"), &keys = tensor("local_keys"), &values = tensor("local_values");
+  s.b = q.sizes[0], s.h = q.sizes[1], s.hk = keys.sizes[1], s.d = keys.sizes[3], s.dv = values.sizes[3];
+  s.math = static_cast<MathMode>(integer("math", 0)), s.order = integer("order", 2), s.sm_count = integer("sm_count", 2);
+  s.scale = number("scale", 1), s.a0 = number("a0", 1), s.a1 = number("a1", 1), s.a2 = number("a2", 0.5);
+  const auto take_token = [](const char* name, const void*& pointer, TokenStride& stride) {
+    take(name, pointer);
+    const Given& x = tensor(name);
+    stride = {x.strides[0], x.strides[1], x.strides[3]};
+  };
+  take_token("q", s.q, s.q_stride), take_token("k", s.k, s.k_stride), take_token("v", s.v, s.v_stride);
+  take("attention_mask", s.attention_mask), take("log_decay", s.log_decay), take("log_input_gate", s.log_input_gate);
+  if (has("attention_mask")) s.mask_stride = tensor("attention_mask").strides[0];
+  if (has("log_decay")) s.decay_batch_stride = tensor("log_decay").strides[0], s.decay_head_stride = tensor("log_decay").strides[1];
+  if (has("log_input_gate")) s.gate_batch_stride = tensor("log_input_gate").strides[0], s.gate_head_stride = tensor("log_input_gate").strides[1];
+  take("kv_state", s.new_kv_state), take("k_sum", s.new_k_sum);
+  s.kv_state = s.new_kv_state, s.k_sum = s.new_k_sum;
+  take("local_keys", p.local_keys), take("local_values", p.local_values), take("local_mask", p.local_mask);
+  take("local_decays", p.local_decays), take("local_gates", p.local_gates), take("buffered", p.buffered);
+  take("o", s.o), take("lse", p.lse);
+  p.exact_window = integer("window", 0), p.flush_interval = static_cast<int>(keys.sizes[2]) - p.exact_window;
+  const Workspace workspace(buffered_workspace_bytes(p));
+  p.workspace = workspace.get();
+  launch_buffered(p, nullptr);
+  workspace.check();
+}
+
 // As bindings/merge.cpp.
 void fill(PartsParams& p) {
   const Given& o = tensor("first");
@@ -367,6 +398,7 @@ const char* emulator_run(const char* algorithm, int backward) {
     if (name == "largest_so_far") return run_choice(), error.c_str();
     if (name == "gather_kept") return run_gather(backward != 0), error.c_str();
     if (name == "kept_step") return run_kept_step(), error.c_str();
+    if (name == "buffered_step") return run_buffered_step(), error.c_str();
     if (name == "merge_parts") return run_merge_parts(backward != 0), error.c_str();
     if (name == "rotary_factors") return run_rotary_factors(), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
