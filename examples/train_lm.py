@@ -268,10 +268,18 @@ def main(argv: list[str] | None = None) -> int:
         stopped_by.append(number)
         trainer.stop = True
 
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    def handle() -> dict:
+        return {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    handlers = handle()
     try:
         with tqdm(total=args.steps, initial=trainer.step, desc=args.attention, unit="step") as progress:
-            for row in trainer.run(progress.update):
+
+            def after_step() -> None:
+                progress.update()
+                handle()  # again: Triton, which a compiled step imports, sets handlers of its own
+
+            for row in trainer.run(after_step):
                 history.append(row)
                 write_csv(history, args.out / "losses.csv")
                 save_checkpoint()

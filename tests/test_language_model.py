@@ -282,6 +282,27 @@ def test_training_in_pieces_is_training_at_once(options, texts, tmp_path, monkey
     assert "lr was 0.002, is 0.1" in capsys.readouterr().err
 
 
+def test_a_library_that_handles_signals_does_not_prevent_a_checkpoint(texts, tmp_path, monkeypatch):
+    """Triton sets handlers when a compiled step imports it."""
+    import train_lm
+
+    step = train_lm.Trainer._train_step
+
+    def step_of_library(trainer):
+        step(trainer)
+        if trainer.step == 1:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: pytest.fail("another handler"))
+        elif trainer.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(train_lm.Trainer, "_train_step", step_of_library)
+    before = signal.getsignal(signal.SIGTERM)
+    assert train_lm.main([*RUN, "--data", str(texts), "--out", str(tmp_path)]) == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["trainer"]["step"] == 3
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize("packed", [[], ["--packed"]], ids=["windows", "packed"])
 def test_windows_grow(packed, texts, tmp_path, monkeypatch):
     """A batch keeps its 32 tokens. Validation windows have the longest length."""

@@ -69,9 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-compile", action="store_true", help="run language models without torch.compile")
     parser.add_argument("--no-graphs", action="store_true", help="run recall without CUDA graphs")
     parser.add_argument("--steps", type=int, help="replaces the setting's steps or seconds, for trials")
-    parser.add_argument(
-        "--time", type=float, metavar="SECONDS", help="time of training, where it is equal"
-    )
+    parser.add_argument("--time", type=float, metavar="SECONDS", help="time of training, where it is equal")
     parser.add_argument("--data", type=Path, default=DATA, help="text to train on, one file; source trees are beside it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the CSVs")
     parser.add_argument("--from", type=Path, dest="source", metavar="FOLDER", help="directory of the CSVs to collect")
