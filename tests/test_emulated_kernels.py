@@ -17,7 +17,6 @@ import torch
 from common import CSRC, bounded, load_build, make_decay, relative
 from test_decode_buffered import buffered_state
 from test_gather_kept import (
-    LIMITS,
     PLACES,
     STEPS,
     candidates,
@@ -1131,17 +1130,17 @@ def check_merge_parts(dv, layout, dtype, library):
     parts = make_parts(dv=dv, dtype=dtype)
     given = dict(zip(parts._fields, map(layout, parts), strict=True))
     if given["first"].stride(3) != 1:  # which the bindings copy
-        given = {name: x.contiguous() for name, x in given.items()}
-    expected = merged_by_definition(parts)
+        layout, given = torch.clone, {name: x.contiguous() for name, x in given.items()}
     aligned = dv % 8 == 0 and all(x.data_ptr() % 16 == 0 and x.stride(2) % 8 == 0 for x in given.values() if x.dim() == 4)
-    for schedule in (0, 1, 2, 3):
-        rows, lses = ([torch.full_like(parts[i], torch.nan).contiguous() for _ in range(3)] for i in (0, 1))
-        results = dict(zip(("o", "lse"), (rows[0], lses[0]), strict=True))
-        library.run("merge_parts", "forward", given | results, schedule=schedule, aligned=aligned)
-        names = "grad_first", "grad_first_lse", "grad_second", "grad_second_lse"
-        gradients = dict(zip(names, (rows[1], lses[1], rows[2], lses[2]), strict=True))
-        library.run("merge_parts", "backward", given | gradients, schedule=schedule, aligned=aligned)
-        check_merged([*results.values(), *gradients.values()], expected, dtype)
+    names = "o", "lse", "grad_first", "grad_first_lse", "grad_second", "grad_second_lse"
+    for schedule, absent in ((0, None), (1, "grad_o"), (2, "grad_lse"), (3, None)):
+        there = {name: x for name, x in given.items() if name != absent}
+        results = {name: torch.full_like(parts.first_lse, torch.nan) for name in names}
+        results |= {name: layout(torch.full_like(parts.first, torch.nan)) for name in names[::2]}
+        library.run("merge_parts", "forward", there | results, schedule=schedule, aligned=aligned)
+        library.run("merge_parts", "backward", there | results, schedule=schedule, aligned=aligned)
+        zeros = {} if absent is None else {absent: torch.zeros_like(getattr(parts, absent))}
+        check_merged(results.values(), merged_by_definition(parts._replace(**zeros)), dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 75])
@@ -1220,9 +1219,9 @@ def test_kept_step(options, library):
 def check_kept_step(options, dtype, library):
     of = steps(**options, dtype=dtype)
     aligned = (of.slots[0].shape[3] | of.slots[1].shape[3]) % 8 == 0
-    numbers = dict(zip(("kept", "window", "block"), LIMITS, strict=True)) | {"scale": 0.5, "aligned": aligned}
+    numbers = dict(zip(("kept", "window", "block"), of.limits, strict=True)) | {"scale": 0.5, "aligned": aligned}
 
-    def step(token, other, slots, positions, count, schedule):
+    def step(token, other, slots, positions, count, limits, schedule):
         token = [None if x is None else x.contiguous() for x in token]
         given = dict(zip(("q", "k", "v", "gate", "log_decay"), token, strict=True))
         given |= dict(zip(("keys", "values", "log_factors", "positions"), slots, strict=True))

@@ -272,9 +272,14 @@ class Steps(NamedTuple):
     others: list[tuple]  # outputs for other keys, and the log of the sums of their weights
     slots: tuple[Tensor, ...]
     counts: list[Tensor | None]
+    limits: tuple[int, int, int] = LIMITS
+    first: int = 0  # position of the first token
 
 
-def steps(n=40, b=2, h=4, hk=2, d=16, dv=8, decay=True, padding=False, ties=False, dtype=torch.bfloat16, device="cpu") -> Steps:
+def steps(
+    n=40, b=2, h=4, hk=2, d=16, dv=8, decay=True, padding=False, ties=False, full=None, dtype=torch.bfloat16, device="cpu"
+) -> Steps:
+    """`full`: K, W and B of a state that has all the keys it can have. None: it has none, and LIMITS."""
     sizes = (h, d), (hk, d), (hk, dv)
     rows = [torch.randn(b, n, heads, width, dtype=dtype, device=device).transpose(1, 2) for heads, width in sizes]
     wide = eager.compute_dtype(dtype)
@@ -293,30 +298,41 @@ def steps(n=40, b=2, h=4, hk=2, d=16, dv=8, decay=True, padding=False, ties=Fals
     for i, (other, lse) in enumerate(others[::3]):  # no key, and keys that weigh more or less than all others together
         lse[:, 0], lse[:, 1] = -torch.inf, 90.0 * (-1) ** i
         other[:, 0] = 0
-    slots = sum(LIMITS)
+    limits = full or LIMITS
+    slots = sum(limits)
     state = [torch.zeros(b, hk, slots, width, dtype=dtype, device=device) for width in (d, dv)]
     factors = torch.zeros(b, hk, slots, dtype=torch.float64, device=device)
     state = *state, factors, torch.full((b, hk, slots), -1, device=device)
     counts = [(torch.arange(b, device=device) + i) % 3 > 0 if padding else None for i in range(n)]
-    return Steps(tokens, others, state, counts)
+    if full is None:
+        return Steps(tokens, others, state, counts)
+    kept, window, block = limits
+    for x in state[:3]:
+        x.normal_()
+    first = 3 * kept // block * block + block - n // 2  # a block ends among these tokens
+    recent = torch.arange(first - first % block - window, first, device=device)
+    chosen = torch.rand(b, hk, int(recent[0]), device=device).argsort(-1)[..., :kept]
+    taken = torch.cat([chosen, recent.expand(b, hk, -1)], dim=-1)
+    state[3].scatter_(2, torch.rand(b, hk, slots, device=device).argsort(-1)[..., : taken.shape[2]], taken)
+    return Steps(tokens, others, state, counts, limits, first)
 
 
 def run_steps(of: Steps, step) -> tuple[list, tuple]:
-    """Returns the results of `step(token, other, slots, positions, count)` for all tokens, and the slots after them."""
+    """Returns the results of `step(token, other, slots, positions, count, limits)` for all tokens, and the slots after them."""
     slots = tuple([x.clone() for x in of.slots])
-    positions = torch.zeros(len(slots[0]), dtype=torch.int64, device=slots[0].device)
+    positions = torch.full((len(slots[0]),), of.first, device=slots[0].device)
     results = []
     for token, other, count in zip(of.tokens, of.others, of.counts, strict=True):
         if count is not None:  # as `fastmax.nn.kept_keys.step` passes padding
             token = [None if x is None else torch.where(count.view(-1, *(1,) * (x.dim() - 1)), x, 0) for x in token]
             count = count.long()
-        results.append(step(tuple(token), other, slots, positions, count))
+        results.append(step(tuple(token), other, slots, positions, count, of.limits))
         positions = positions + (1 if count is None else count)
     return results, slots
 
 
-def in_place(token, other, slots, positions, count):
-    return ops.kept_step_(token, other, slots, positions, count, *LIMITS, 0.5)
+def in_place(token, other, slots, positions, count, limits=LIMITS):
+    return ops.kept_step_(token, other, slots, positions, count, *limits, 0.5)
 
 
 def check_steps(actual: tuple[list, tuple], of: Steps) -> None:
@@ -324,7 +340,8 @@ def check_steps(actual: tuple[list, tuple], of: Steps) -> None:
     dtype = of.slots[0].dtype
     widened = [[None if x is None else x.double() for x in token] for token in of.tokens]
     others = [tuple(x.double() for x in other) for other in of.others]
-    exact = Steps(widened, others, tuple(x if x.dtype == torch.int64 else x.double() for x in of.slots), of.counts)
+    slots = tuple(x if x.dtype == torch.int64 else x.double() for x in of.slots)
+    exact = of._replace(tokens=widened, others=others, slots=slots)
     expected, slots = run_steps(exact, in_place)
     rounding = 1e-12 if dtype == torch.float64 else max(torch.finfo(dtype).eps, 1e-4)  # a log factor is about -1000
     for o, y in zip(actual[0], expected, strict=True):
@@ -345,6 +362,9 @@ STEPS = {
     "unaligned": {"d": 5, "dv": 3},
     "unaligned values": {"dv": 3},
     "wide keys": {"d": 200, "n": 20},
+    "many keys": {"full": (256, 128, 256), "n": 5},
+    "as many keys as kernels have": {"full": (1024, 768, 256), "n": 3, "d": 8, "b": 1},
+    "many unaligned keys": {"full": (300, 9, 64), "d": 5, "dv": 3, "n": 5},
     "wide values": {"dv": 200, "n": 20},
 }
 

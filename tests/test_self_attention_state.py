@@ -85,8 +85,6 @@ def test_padded_sequences_continue_as_each_alone(steps, side, options):
     softmax = "attention" in options
     if softmax and steps != "step":
         pytest.skip("the state of a softmax layer grows")
-    if "kept_keys" in options and "buffers" in steps:
-        pytest.skip("a layer with kept keys refuses a buffer")
     layer = make(**options)
     state = layer.init_state(4, **({"flush_interval": 3} if "buffers" in steps else {}))
     sequences = Sequences(4)

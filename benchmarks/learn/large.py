@@ -1,19 +1,23 @@
-"""Large models: the loss after equal time on windows that grow to 32k, trained by `examples/train_lm.py`.
+"""Large models: the loss after equal time on windows that grow to 32k, trained by `examples/train_lm.py` on its default text.
 
-A training writes its checkpoints beside the text. The same command resumes a training that was stopped.
+A training writes its checkpoints into a folder beside the text of the other experiments, which is removed at its end. The same
+command resumes a training that was stopped.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from benchmarks.learn.examples import train_lm
+from benchmarks.learn.examples import model, train_lm
 from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
+from benchmarks.learn.variants import parameters
 
 SECONDS = 280.0
 LEARNING_RATE = 6e-4
@@ -45,29 +49,36 @@ def runs(device: torch.device) -> list[Run]:
 def execute(run: Run, place: Place) -> Iterator[Row]:
     """Yields rows of the "train" and "val" losses by step, of the "position" losses, whose `at` is the end of a range of
     positions, and of the trained model's "loss"."""
-    out = place.data.with_name(f"{place.data.stem}-{run.variant}-{run.setting}-{run.seed}-{run.lr:g}")
     arguments = [*(SETTINGS | TRIALS)[run.setting], *OF_VARIANT[run.variant], "--lr", str(run.lr), "--seed", str(run.seed)]
-    arguments += ["--out", str(out), "--device", str(place.device), "--compile" if place.compile else "--no-compile"]
+    arguments += ["--device", str(place.device), "--compile" if place.compile else "--no-compile"]
     if run.setting in TRIALS:
         arguments += ["--data", str(place.data)]
     if place.steps is None:
         arguments += ["--seconds", str(SECONDS if place.time is None else place.time)]
     else:
         arguments += ["--steps", str(place.steps)]
-    if status := train_lm.main(arguments):
-        raise RuntimeError(f"train_lm.py ended with status {status}")
+    digest = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:12]
+    out = place.data.with_name(f"{place.data.stem}-large-{digest}")
+    if status := train_lm.main([*arguments, "--out", str(out)]):
+        raise SystemExit(status)  # it was stopped
+    yield from _rows_of(out)
+    shutil.rmtree(out)
+
+
+def _rows_of(out: Path) -> Iterator[Row]:
     checkpoint = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-    weights = sum(x.numel() for x in checkpoint["model"].values())
-    constant: Row = {"parameters": weights, "data": checkpoint["settings"]["data"]}
+    with torch.device("meta"):
+        gpt = model.GPT(model.GPTConfig(**checkpoint["config"]))
+    constant: Row = {"parameters": parameters(gpt), "data": checkpoint["settings"]["data"]}
     for row in _read(out / "losses.csv"):
         constant |= {"step": int(row["step"]), "tokens": int(row["tokens"]), "seconds": float(row["seconds"])}
         for measure in ("train", "val"):
             yield {"measure": measure, "at": constant["step"], "value": float(row[measure])} | constant
-    for row in (positions := _read(out / "positions.csv")):
-        yield {"measure": "position", "at": int(row["last"]), "value": float(row["loss"])} | constant
-    sums = [(float(row["loss"]) * int(row["tokens"]), int(row["tokens"])) for row in positions]
-    loss = sum(total for total, _ in sums) / sum(count for _, count in sums)
-    yield {"measure": "loss", "at": int(positions[-1]["last"]), "value": loss} | constant
+    positions = [(int(row["last"]), float(row["loss"]), int(row["tokens"])) for row in _read(out / "positions.csv")]
+    for last, loss, _ in positions:
+        yield {"measure": "position", "at": last, "value": loss} | constant
+    mean = sum(loss * count for _, loss, count in positions) / sum(count for _, _, count in positions)
+    yield {"measure": "loss", "at": positions[-1][0], "value": mean} | constant
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kThreads)
     of_first += __shfl_xor_sync(kAllLanes, of_first, distance), of_second += __shfl_xor_sync(kAllLanes, of_second, distance);
   }
   if (!at.exists || at.lane != 0) return;
-  const float of_lse = p.grad_lse == nullptr ? 0.f : *at.row_of(p.grad_lse, p.grad_lse_stride);
+  // The gradient of an lse of -inf may be NaN.
+  const float of_lse = p.grad_lse == nullptr || share.lse == -INFINITY ? 0.f : *at.row_of(p.grad_lse, p.grad_lse_stride);
   // o of a part less o is the other part's share of the difference of the two.
   const float both = share.first * share.second * (of_first - of_second);
   p.grad_first_lse[at.index(p)] = both + share.first * of_lse;

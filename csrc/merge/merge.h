@@ -47,7 +47,8 @@ struct MergePartsParams : PartsParams {
 
 void launch_merge_parts(const MergePartsParams& p, cudaStream_t stream);
 
-// The gradients of what is merged. With w = exp(lse of a part - lse), they are w grad_o and w (grad_o . (o of the part - o) + grad_lse).
+// The gradients of what is merged. With w = exp(lse of a part - lse), they are w grad_o and w (grad_o . (o of the part - o) + grad_lse),
+// and 0 where lse is -inf.
 struct MergePartsBackwardParams : PartsParams {
   const void* grad_o;  // (b, h, n, dv), unit stride in the last dimension; null: 0
   const float* grad_lse;  // (b, h, n); null: 0

@@ -86,6 +86,11 @@ def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None
     return x.new_empty(b, h, n, channels, dtype=dtype)
 
 
+def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
+    """Returns x (b, h, tokens, channels) in the memory layout of `empty_like_layout(like, channels)`."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if token_major(like) else x.contiguous()
+
+
 def split_heads(x: Tensor, kv_heads: int) -> Tensor:
     """Returns x (b, h, tokens, c) as (b, kv_heads, h // kv_heads, tokens, c)."""
     return x.unflatten(1, (kv_heads, -1))

@@ -23,9 +23,10 @@ def merged_backward(
     grad_o: Tensor | None, grad_lse: Tensor | None, outputs: Sequence[Tensor], lses: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the gradients of the outputs and of the lses that `merged` takes. Differentiable any number of times."""
-    shares, _ = _shares(lses)
+    shares, lse = _shares(lses)
     dtype = lses[0].dtype
-    of_lses = shares[0].new_zeros(()) if grad_lse is None else grad_lse
+    # The gradient of an lse of -inf may be NaN.
+    of_lses = shares[0].new_zeros(()) if grad_lse is None else torch.where(lse == -torch.inf, 0.0, grad_lse)
     if grad_o is None:
         return [torch.zeros_like(x) for x in outputs], [share * of_lses for share in shares]
     grad = grad_o.to(dtype)

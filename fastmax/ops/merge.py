@@ -43,7 +43,9 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     outputs, lses = validation.check_parts(outputs, lses)
     if len(outputs) == 1:
         return outputs[0].clone(), lses[0].clone()
-    if len(outputs) > 2 or outputs[0].dim() != 4 or eager.is_transformed():
+    # Subclasses keep what they have in PyTorch operations, as DTensors their shards of any dimension.
+    plain = all([type(x) is Tensor for x in (*outputs, *lses)])
+    if not plain or len(outputs) > 2 or outputs[0].dim() != 4 or eager.is_transformed():
         return eager.merged(outputs, lses)
     return compute(_MERGE_PARTS, (outputs[0], lses[0], outputs[1], lses[1]), ())
 
@@ -52,7 +54,7 @@ def _merge_parts(first, first_lse, second, second_lse):
     operator_checks.check_parts(first, first_lse, second, second_lse)
     with without_autocast(first):
         o, lse = eager.merged((first, second), (first_lse, second_lse))
-        return eager.empty_like_layout(first, first.shape[3]).copy_(o), lse.contiguous()
+        return eager.in_layout_of(first, o), lse.contiguous()
 
 
 def _fake_merge_parts(first, first_lse, second, second_lse):
@@ -63,9 +65,7 @@ def _merge_parts_backward(grad_o, grad_lse, first, first_lse, second, second_lse
     operator_checks.check_parts(first, first_lse, second, second_lse)
     with without_autocast(first):
         outputs, lses = eager.merged_backward(grad_o, grad_lse, (first, second), (first_lse, second_lse))
-        of_first, of_second = (
-            eager.empty_like_layout(x, x.shape[3]).copy_(grad) for x, grad in zip((first, second), outputs, strict=True)
-        )
+        of_first, of_second = (eager.in_layout_of(x, grad) for x, grad in zip((first, second), outputs, strict=True))
         return of_first, lses[0].contiguous(), of_second, lses[1].contiguous()
 
 
@@ -88,9 +88,9 @@ class _MergeParts(NamedTuple):
     def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_lse) -> tuple[Tensor | None, ...]:
         if grad_o is None and grad_lse is None:
             return (None,) * 4
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not eager.is_transformed():
             return self.backward(grad_o, grad_lse, *saved)
-        first, first_lse, second, second_lse = saved  # autograd records the gradient: it has gradients of its own
+        first, first_lse, second, second_lse = saved  # the gradient itself is differentiated
         outputs, lses = eager.merged_backward(grad_o, grad_lse, (first, second), (first_lse, second_lse))
         return outputs[0], lses[0], outputs[1], lses[1]
 
