@@ -36,7 +36,7 @@ TRIALS = {  # without a GPU
     )
 }
 OF_VARIANT = {
-    "kept_keys_wide_steady": (*("--n-head", "8", "--parts", "kept_keys=256", "steady_heads=4", "longest_half_life=1024"),),
+    "kept_keys_wide_steady": ("--n-head", "8", "--parts", "kept_keys=256", "steady_heads=4", "longest_half_life=1024"),
     "softmax_parts": ("--n-head", "16", "--attention", "softmax"),
 }
 
