@@ -1159,7 +1159,7 @@ def test_rotary_factors(half, tokens, library):
                 torch.testing.assert_close(x, y.squeeze(1), rtol=2e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("blocks, per_block, count", [(1, 3, 5), (3, 40, 33), (5, 70, 300)])
+@pytest.mark.parametrize("blocks, per_block, count", [(1, 3, 5), (3, 40, 33), (5, 70, 300), (3, 700, 2048)])
 def test_largest_so_far(blocks, per_block, count, library):
     """One sort of more keys than threads, and rounds that merge lists of 1, 2 and 4 blocks."""
     rank, index, earlier = candidates(1, 2, (blocks, 2), per_block)

@@ -22,7 +22,9 @@ def test_largest_so_far(count, device):
     assert torch.equal(torch.ops.fastmax.largest_so_far(rank, index, earlier, count), largest(rank, index, earlier, count))
 
 
-@pytest.mark.parametrize("blocks, per_block, count", [(1, 256, 256), (1, 3, 40), (9, 256, 100), (33, 70, 256), (5, 900, 1024)])
+@pytest.mark.parametrize(
+    "blocks, per_block, count", [(1, 256, 256), (1, 3, 40), (9, 256, 100), (33, 70, 256), (5, 900, 1024), (3, 1500, 2048)]
+)
 def test_largest_so_far_sizes(blocks, per_block, count, device):
     """Kernels sort powers of two of elements, and merge lists of 1, 2, 4, ... blocks."""
     rank, index, earlier = candidates(2, 2, (blocks, 2), per_block, values=1000, device=device)
@@ -89,6 +91,7 @@ PLACES = {
     "window beyond a block": {"window": 21, "lengths": (64, 10)},
     "fewer tokens than the window": {"lengths": (4, 5), "window": 9},
     "blocks of 256": {"lengths": (900,), "block": 256, "window": 128, "count": 256, "b": 1},
+    "as many kept as kernels have": {"lengths": (2400,), "block": 256, "window": 9, "count": 2048, "b": 1, "hk": 1},
 }
 
 
@@ -363,7 +366,7 @@ STEPS = {
     "unaligned values": {"dv": 3},
     "wide keys": {"d": 200, "n": 20},
     "many keys": {"full": (256, 128, 256), "n": 5},
-    "as many keys as kernels have": {"full": (1024, 768, 256), "n": 3, "d": 8, "b": 1},
+    "as many keys as kernels have": {"full": (2048, 1792, 256), "n": 3, "d": 8, "b": 1},
     "many unaligned keys": {"full": (300, 9, 64), "d": 5, "dv": 3, "n": 5},
     "wide values": {"dv": 200, "n": 20},
 }
@@ -430,7 +433,7 @@ def test_kernels_run(d, dv, capfd):
 @pytest.mark.cuda
 def test_wide_choices_run_pytorch_operations(device):
     """More kept keys than kernels have."""
-    of = places(lengths=(1500,), block=256, window=128, count=1100, b=1, hk=1, device=device)
+    of = places(lengths=(2500,), block=256, window=128, count=2100, b=1, hk=1, device=device)
     given = [x.requires_grad_() for x in rows(of, 8, 8, torch.bfloat16, device)]
     results = ops.gather_kept(*given, *of[:3], True, True)
     assert all(map(torch.equal, results, eager.gather_kept(*given, *of[:3], True)))

@@ -60,7 +60,7 @@ SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_hi
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
 CHOSEN = (
     *("kept_keys", "kept_keys_wide", "kept_keys_wide_steady", "hybrid_kept_keys", "kept_keys_steady"),
-    *("hybrid_kept_keys_steady", "kept_keys_wide_steady_1024"),
+    *("hybrid_kept_keys_steady", "kept_keys_wide_steady_1024", "kept_keys_wide_steady_2048"),
     *("kept_keys_wide_128", "kept_keys_512", "kept_keys_wide_1024"),
     *("kept", "kept_256", "kept_wide", "kept_alone", "kept_residual"),
     *("kept_steady", "kept_steady_512", "kept_steady_wide", "hybrid_kept_steady"),

@@ -178,6 +178,12 @@ VARIANTS = {
         wide=True,
         steady=True,
     ),
+    "kept_keys_wide_steady_2048": Variant(
+        "p = 2, all parts, 2048 kept keys, half as many heads, half of them without decay at first",
+        parts=KEPT | {"kept_keys": 2048},
+        wide=True,
+        steady=True,
+    ),
     "kept_keys_512": Variant("p = 2, all parts, 512 kept keys", parts=KEPT | {"kept_keys": 512}),
     "kept_keys_wide_1024": Variant(
         "p = 2, all parts, 1024 kept keys, half as many heads", parts=KEPT | {"kept_keys": 1024}, wide=True

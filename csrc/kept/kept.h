@@ -10,7 +10,7 @@
 
 namespace fastmax {
 
-inline constexpr int kMaxKept = 1024;        // keys that a block keeps
+inline constexpr int kMaxKept = 2048;        // keys that a block keeps
 inline constexpr int kMaxCandidates = 4096;  // keys that a block adds to those that may be kept
 
 struct Stride4 {
@@ -115,7 +115,7 @@ struct KeptStepParams {
   void* o;  // (b, h, dv) contiguous, for all keys; 0 where there is none
 };
 
-inline constexpr int kMaxSlots = 2048;
+inline constexpr int kMaxSlots = 4096;
 void launch_kept_step(const KeptStepParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

@@ -18,7 +18,7 @@ from fastmax.ops.autograd import compute, refuse_second_derivative, register_gra
 from fastmax.ops.registration import Operator, refuse_gradient, register
 from fastmax.ops.steps import in_place, refuse_to_record
 
-_MAX_KEPT, _MAX_CANDIDATES, _MAX_SLOTS = 1024, 4096, 2048  # of the kernels
+_MAX_KEPT, _MAX_CANDIDATES, _MAX_SLOTS = 2048, 4096, 4096  # of the kernels
 
 
 def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> Tensor:
