@@ -30,6 +30,8 @@ from test_gather_kept import (
     steps,
 )
 from test_heads import join_arguments, join_by_definition, outputs_and_gradients, split_arguments, split_by_definition
+from test_merge_in_place import merged as merged_in_place
+from test_merge_in_place import operands
 from test_merge_parts import LAYOUTS, check_merged, make_parts, merged_by_definition
 
 from fastmax import eager
@@ -1117,6 +1119,23 @@ def test_buffered_step(window, flush_interval, buffered, d, dv, h, hk, dtype, li
         for x, y in zip((new["kv_state"], new["k_sum"]), exact[:2], strict=True):
             assert relative(x, y) < 1e-5
         assert torch.equal(new["buffered"], exact[6])
+
+
+@pytest.mark.parametrize("dv", [64, 5])
+def test_merge_in_place(dv, library):
+    given = operands("cpu", dv=dv, dtype=torch.bfloat16)
+    given[1][..., ::5], given[3][..., ::7], given[3][..., 3] = (
+        -torch.inf,
+        0,
+        -1.0,
+    )  # no local keys, no global ones, a negative sum
+    o, lse = merged_in_place(*given)
+    o[given[3] == 0], lse[given[3] == 0] = given[0][given[3] == 0].double(), given[1][given[3] == 0].double()
+    for schedule in (0, 1, 2, 3):
+        named = dict(zip(("o", "lse", "o_global", "z_global"), (x.clone() for x in given), strict=True))
+        library.run("merge", "forward", named, schedule=schedule, aligned=dv == 64)
+        torch.testing.assert_close(named["o"].double(), o, rtol=0, atol=0.03, equal_nan=True)
+        torch.testing.assert_close(named["lse"].double(), lse, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import pytest
+import test_merge_in_place
 import torch
 from common import DTYPES, check_operator, dtype_id, in_turn, relative
 from torch import Tensor
@@ -14,12 +15,7 @@ from fastmax.ops import extension
 from fastmax.testing import verify
 
 merge_parts, merge_parts_backward = torch.ops.fastmax.merge_parts.default, torch.ops.fastmax.merge_parts_backward.default
-LAYOUTS = {
-    "dense": torch.clone,
-    "token-major": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "unaligned": lambda x: torch.cat((x[..., :1], x, x[..., :2]), dim=-1)[..., 1:-2] if x.dim() == 4 else x,
-    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-}
+LAYOUTS = {"dense": torch.clone, **test_merge_in_place.LAYOUTS}
 
 
 class Parts(NamedTuple):
@@ -140,7 +136,7 @@ def test_derivatives():
 
 
 def test_no_key_has_no_nan(device):
-    """Where a query sees no key of either part, the results are 0 and -inf, and no gradient is NaN."""
+    """Queries that see no key of either part have output 0, lse -inf and gradients of 0, not NaN."""
     parts = make_parts(device=device)
     none = (parts.first_lse == -torch.inf) & (parts.second_lse == -torch.inf)
     o, lse = merge_parts(*parts[:4])

@@ -51,6 +51,24 @@ struct Place {
   }
 };
 
+// The share of each of two parts in the sum of weights, and the log of the sum, given those of the parts.
+struct Shares {
+  float first = 0.f, second = 0.f, lse = 0.f;
+
+  Shares() = default;
+
+  __device__ Shares(float first_lse, float second_lse) {
+    const float largest = fmaxf(first_lse, second_lse), base = largest == -INFINITY ? 0.f : largest;
+    first = expf(first_lse - base), second = expf(second_lse - base);
+    const float total = first + second;
+    lse = total == 0.f ? -INFINITY : base + logf(total);
+    if (total != 0.f) first /= total, second /= total;
+  }
+
+  __device__ Shares(const PartsParams& p, const Place& at)
+      : Shares(*at.row_of(p.first.lse, p.first.lse_stride), *at.row_of(p.second.lse, p.second.lse_stride)) {}
+};
+
 template <class Element, int kElements>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, const int lanes, const int head_blocks) {
   const Place at(p, lanes, head_blocks);
@@ -63,11 +81,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
   __syncwarp();  // all lanes of the row have read lse before the first one overwrites it
   if (!at.exists || z_global == 0.f) return;
 
-  // A negative z_global makes everything NaN.
-  const float global = logf(z_global), base = fmaxf(local, global);
-  const float of_local = expf(local - base), of_global = expf(global - base), total = of_local + of_global;
-  const float local_factor = of_local / total, global_factor = of_global / total;
-  if (at.lane == 0) *lse = base + logf(total);
+  const Shares share(local, logf(z_global));  // a negative z_global makes everything NaN
+  if (at.lane == 0) *lse = share.lse;
 
   using Words = Vector<Element, kElements>;
   Element* o = at.row_of(static_cast<Element*>(p.o), p.o_stride);
@@ -77,28 +92,11 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
     const Words y = *reinterpret_cast<const Words*>(o_global + c);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      x.x[i] = from_float<Element>(fmaf(local_factor, to_float(x.x[i]), global_factor * to_float(y.x[i])));
+      x.x[i] = from_float<Element>(fmaf(share.first, to_float(x.x[i]), share.second * to_float(y.x[i])));
     }
     *reinterpret_cast<Words*>(o + c) = x;
   }
 }
-
-// The share of each part in the sum of weights, and the log of the sum.
-struct Shares {
-  float first = 0.f, second = 0.f, lse = 0.f;
-
-  Shares() = default;
-
-  __device__ Shares(const PartsParams& p, const Place& at) {
-    const float a = *at.row_of(p.first.lse, p.first.lse_stride), b = *at.row_of(p.second.lse, p.second.lse_stride);
-    const float largest = fmaxf(a, b), base = largest == -INFINITY ? 0.f : largest;
-    first = expf(a - base), second = expf(b - base);
-    const float total = first + second;
-    lse = total == 0.f ? -INFINITY : base + logf(total);
-    const float inverse = total == 0.f ? 1.f : 1.f / total;
-    first *= inverse, second *= inverse;
-  }
-};
 
 template <class Element, int kElements>
 __global__ void __launch_bounds__(kThreads) merge_parts_kernel(const MergePartsParams p, const int lanes, const int head_blocks) {

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastmax.core.call import PER_HEAD, Call
 from fastmax.core.score import Softmax
 from fastmax.eager import exact, flash, linear, planner, quadratic, tiles
-from fastmax.eager.blocks import Group, Operands, Span, compute_dtype, from_blocks, split_heads, to_blocks, token_major
+from fastmax.eager.blocks import Group, Operands, Span, compute_dtype, from_blocks, in_layout_of, split_heads, to_blocks
 from fastmax.eager.decay import Decay
 from fastmax.eager.input_gate import without_nan
 from fastmax.eager.planner import LinearPlan, QuadraticPlan
@@ -108,10 +108,7 @@ class RecordedOutput:
     def join(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the output in q's dtype and layout, and the second result of `finish`; needs at least one query."""
         o, z = (torch.cat(parts, dim=3).flatten(1, 2) for parts in zip(*self._parts, strict=True))
-        o = o.to(q.dtype)
-        if token_major(q):
-            o = o.transpose(1, 2).contiguous().transpose(1, 2)
-        return o, z.squeeze(-1)
+        return in_layout_of(q, o.to(q.dtype)), z.squeeze(-1)
 
 
 def row_inputs(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor, call: Call) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastmax.core.score import reciprocal
+from fastmax.core.score import log_of_sums, quotient
 from fastmax.eager.blocks import compute_dtype
 
 
@@ -44,9 +44,7 @@ def _shares(lses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     base = torch.where(largest == -torch.inf, 0.0, largest)
     weights = [torch.exp(x - base) for x in lses]
     total = sum(weights)
-    seen = total != 0
-    total = torch.where(seen, total, 1.0)
-    return [w / total for w in weights], torch.where(seen, base + total.log(), -torch.inf)
+    return [quotient(w, total) for w in weights], base + log_of_sums(total)
 
 
 def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:
@@ -58,14 +56,9 @@ def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:
         o_global: (b, h, n, dv), output for the global keys.
         z_global: (b, h, n), denominators of the global keys, in the compute dtype; 0: the query sees no global key.
     """
-    lse_global = torch.where(z_global == 0, -torch.inf, z_global.log())
-    base = torch.maximum(lse, lse_global)
-    base = torch.where(base == -torch.inf, 0.0, base)
-    of_local, of_global = torch.exp(lse - base), torch.exp(lse_global - base)
-    total = of_local + of_global
-    inverse = reciprocal(total)
-    lse.copy_(torch.where(lse >= lse_global, lse, lse_global).add_(total.log_()))
-    of_local, of_global = (of_local * inverse).unsqueeze(-1), (of_global * inverse).unsqueeze(-1)
+    shares, of_all = _shares((lse, log_of_sums(z_global)))
+    lse.copy_(of_all)
+    of_local, of_global = (share.unsqueeze(-1) for share in shares)
     if o.dtype == of_local.dtype:
         o.mul_(of_local).addcmul_(o_global, of_global)
     else:  # one rounding

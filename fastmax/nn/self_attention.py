@@ -68,11 +68,11 @@ class _Option:
 
 
 class _SplitBy(NamedTuple):
-    """What computes the heads of q, k and v."""
+    """How a layer computes the heads of q, k and v."""
 
     norms: tuple[Tensor | None, Tensor | None]  # weights of the RMS norms of q and k
-    fuses: bool  # whether one kernel does, with norms and rotations
-    convolves: bool  # whether it applies the convolution too
+    fuses: bool  # whether one kernel computes the heads, with norms and rotations
+    convolves: bool  # whether this kernel applies the convolution too
 
 
 class FastmaxSelfAttention(nn.Module):

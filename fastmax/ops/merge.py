@@ -6,7 +6,6 @@ The operator `merge_parts` merges two parts. `merge_` merges global keys of an e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from fastmax import eager
 from fastmax.core import validation
 from fastmax.ops import checks as operator_checks
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.autograd import compute, refuse_second_derivative, register_gradient
-from fastmax.ops.registration import Operator, refuse_gradient, refuse_to_differentiate, register
+from fastmax.ops.autograd import Recomputed, compute, refuse_second_derivative, register_gradient
+from fastmax.ops.registration import refuse_gradient, refuse_to_differentiate, register
 
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -74,23 +73,14 @@ def _fake_merge_parts_backward(grad_o, grad_lse, *parts):
     return of_first, of_first_lse, *_fake_merge_parts(*parts[2:], *parts[:2])
 
 
-class _MergeParts(NamedTuple):
-    """`merge_parts` and its gradient."""
+class _MergeParts(Recomputed):
+    """`merge_parts` and its gradient, which has derivatives of any order."""
 
-    forward: Operator
-    backward: Operator
-
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.options = ()
-        ctx.set_materialize_grads(False)
-
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_lse) -> tuple[Tensor | None, ...]:
-        if grad_o is None and grad_lse is None:
-            return (None,) * 4
-        if not torch.is_grad_enabled() and not eager.is_transformed():
-            return self.backward(grad_o, grad_lse, *saved)
-        first, first_lse, second, second_lse = saved  # the gradient itself is differentiated
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
+        is_differentiated = torch.is_grad_enabled() or eager.is_transformed()
+        if not is_differentiated or all(grad is None for grad in grads):
+            return super().gradients(saved, options, needed, *grads)
+        (grad_o, grad_lse), (first, first_lse, second, second_lse) = grads, saved
         outputs, lses = eager.merged_backward(grad_o, grad_lse, (first, second), (first_lse, second_lse))
         return outputs[0], lses[0], outputs[1], lses[1]
 
@@ -105,6 +95,8 @@ _MERGE_PARTS = _MergeParts(
         _fake_merge_parts_backward,
         kernel_of="first second",
     ),
+    tensors=4,
+    differentiable=4,
 )
 register_gradient(_MERGE_PARTS, refuse_second_derivative)
 

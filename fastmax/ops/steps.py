@@ -185,7 +185,7 @@ def _buffered_step_(
 
 
 def _fake_buffered_step_(q, k, v, kv_state, *arguments):
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), kv_state.new_empty(q.shape[:-1])
+    return _fake_decode_step_(q, k, v), kv_state.new_empty(q.shape[:-1])
 
 
 def _covers_buffered_step_(q, k, v, kv_state, k_sum, local_keys, *arguments) -> bool:

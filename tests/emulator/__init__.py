@@ -9,11 +9,12 @@ Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches a
 
 Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h), of SplitHeadsParams and JoinHeadsParams
 (csrc/layer/layer.h), of RotaryParams (csrc/layer/rotary.h), of ChoiceParams, GatherParams, GatherBackwardParams and
-KeptStepParams (csrc/kept/kept.h), of MergePartsParams and MergePartsBackwardParams (csrc/merge/merge.h), and of
-BufferedParams (csrc/decode/buffered.h) by name, on the CPU; results are written into those given. Numbers: scale, a0, a1,
-a2, order, causal, left, right, dropout, math (MathMode), kernels_head_dim (by default one that holds all columns), sm_count
-(blocks of a persistent grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in
-order and at once; 1 and 2 the first or the last warp that can run, and all copies and products late; from 3 on at random.
+KeptStepParams (csrc/kept/kept.h), of MergeParams, MergePartsParams and MergePartsBackwardParams (csrc/merge/merge.h), and
+of BufferedParams (csrc/decode/buffered.h) by name, on the CPU; results are written into those given. Numbers: scale, a0,
+a1, a2, order, causal, left, right, dropout, math (MathMode), kernels_head_dim (by default one that holds all columns),
+sm_count (blocks of a persistent grid), resident (blocks that run side by side; the others follow) and schedule: 0
+everything in order and at once; 1 and 2 the first or the last warp that can run, and all copies and products late; from 3
+on at random.
 Of the layer: heads, kv_heads, head_dim, q_eps, k_eps, eps, half, base, and float_convolution, float_norm and
 wide_positions, which say that weights are float32 and positions int64. Of kept keys: kept, window, block and tokens. Of
 kept keys and merged parts: aligned.

@@ -338,6 +338,16 @@ void run_buffered_step() {
 }
 
 // As bindings/merge.cpp.
+void run_merge() {
+  MergeParams p{};
+  const Given& o = tensor("o");
+  p.b = o.sizes[0], p.h = o.sizes[1], p.n = o.sizes[2], p.dv = o.sizes[3];
+  p.math = static_cast<MathMode>(integer("math", 0)), p.aligned = integer("aligned", 1) != 0;
+  take("o", p.o, p.o_stride), take("lse", p.lse, p.lse_stride);
+  take("o_global", p.o_global, p.o_global_stride), take("z_global", p.z_global, p.z_global_stride);
+  launch_merge(p, nullptr);
+}
+
 void fill(PartsParams& p) {
   const Given& o = tensor("first");
   p.b = o.sizes[0], p.h = o.sizes[1], p.n = o.sizes[2], p.dv = o.sizes[3];
@@ -399,6 +409,7 @@ const char* emulator_run(const char* algorithm, int backward) {
     if (name == "gather_kept") return run_gather(backward != 0), error.c_str();
     if (name == "kept_step") return run_kept_step(), error.c_str();
     if (name == "buffered_step") return run_buffered_step(), error.c_str();
+    if (name == "merge") return run_merge(), error.c_str();
     if (name == "merge_parts") return run_merge_parts(backward != 0), error.c_str();
     if (name == "rotary_factors") return run_rotary_factors(), error.c_str();
     const Algorithm& chosen = algorithm_of(name);
