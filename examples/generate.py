@@ -206,15 +206,10 @@ def synchronize(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def init_states(model: GPT, batch: int) -> list[SelfAttentionState]:
-    """Returns empty states. On a GPU they buffer 32 tokens, so most steps read the state without writing it."""
-    return model.init_states(batch, flush_interval=32 if next(model.parameters()).is_cuda else 1)
-
-
 def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool) -> list[dict]:
     """Returns rows of context length, MiB of the state and of the key/value cache, and ms of the next token with each."""
     softmax, rows = with_softmax(model), []
-    states = init_states(model, batch)
+    states = model.init_states(batch)
     device, generator = states[0].device, torch.Generator().manual_seed(0)
     for before, context in tqdm(list(itertools.pairwise([0, *sorted(contexts)])), desc="compare", unit="context"):
         tokens = torch.randint(model.config.vocab_size, (batch, context - before), generator=generator).to(device)
@@ -277,6 +272,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     parser = arguments()
     args = parser.parse_args(argv)
@@ -307,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
     generator = torch.Generator(args.device).manual_seed(args.seed)
     print(args.prompt, end="", flush=True)
     began = time.perf_counter()
-    logits, states = read(model, prompt, init_states(model, 1))
+    logits, states = read(model, prompt, model.init_states(1))
     step = make_step(model, states, graph and constant)
     for token in generate(step, logits, args.tokens, args.temperature, generator):
         print(to_text(token.item()), end="", flush=True)

@@ -139,7 +139,7 @@ class GPT(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x).float(), targets, reduction="none")
 
-    def init_states(self, batch: int, *, flush_interval: int = 1, **options) -> list[SelfAttentionState]:
+    def init_states(self, batch: int, *, flush_interval: int | None = None, **options) -> list[SelfAttentionState]:
         """Returns the empty state of each layer.
 
         Args:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import FastmaxSelfAttention
-from fastmax.nn import kept_keys
+from fastmax.nn import kept_keys, self_attention
 
 C, N, BLOCK = 24, 13, 3
 FASTMAX = {"exact_window": 4}
@@ -331,6 +331,18 @@ def test_in_place_with_buffered_tokens(option):
         make(**SOFTMAX).init_state(2, flush_interval=3)
 
 
+def test_states_buffer_tokens_by_default_where_they_generate_on_a_gpu(monkeypatch):
+    given = []
+    monkeypatch.setattr(self_attention, "flush_interval_of", lambda *device_and_p: given.append(device_and_p) or 3)
+    layer, linear = make(**FASTMAX), make(**FASTMAX | {"p": 1})
+    with torch.no_grad():
+        assert layer.init_state(2).attention.flush_interval == linear.init_state(2).attention.flush_interval == 3
+        assert layer.init_state(2, flush_interval=1).attention.flush_interval == 1
+        make(**SOFTMAX).init_state(2)
+    assert given == [(torch.device("cpu"), 2), (torch.device("cpu"), 1)]
+    assert layer.init_state(2).attention.flush_interval == 1  # gradients are enabled
+
+
 def test_in_place_leaves_the_state_where_it_refuses():
     layer, x = make(**FASTMAX), tokens(n=1)
     state = layer.init_state(2)
@@ -559,7 +571,7 @@ def test_kernels(options, dtype):
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "options, flush_interval",
-    [(FASTMAX, 1), (FASTMAX, 3), (GATED, 1), (GATED, 3), (KEPT, 1)],
+    [(FASTMAX, 1), (FASTMAX, 3), (GATED, 1), (GATED, 3), (KEPT, 1), (KEPT, 3)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, dict) else str(x),
 )
 @torch.no_grad()

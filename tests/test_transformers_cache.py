@@ -346,15 +346,6 @@ def test_buffered_tokens(buffers, options, beams):
         assert torch.equal(generate(model, text, mask, cache), generate(model, text, mask))
 
 
-def test_which_states_gather():
-    on_gpu = torch.device("cuda")
-    assert [cache_module.flush_interval_of(*given) for given in ((on_gpu, 2), (on_gpu, 1), (torch.device("cpu"), 2))] == [
-        32,
-        1,
-        1,
-    ]
-
-
 @pytest.mark.parametrize("change, rows", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("options", [{}, {"exact_window": 4}], ids=["p = 2", "exact window"])
 def test_batch(change, rows, options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +13,10 @@ from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
 
+MEDIUM = Setting(n_layer=8, n_head=8, n_embd=512, context=1024, batch=32, steps=1000, lr=2e-3, window=128, bf16=True)
 SETTINGS = {
-    "25M": Setting(n_layer=8, n_head=8, n_embd=512, context=1024, batch=32, steps=1000, lr=2e-3, window=128, bf16=True),
+    "25M": MEDIUM,
+    "124M": replace(MEDIUM, n_layer=12, n_head=12, n_embd=768, lr=1e-3),
     # The exact window is short like the context: with 128 all keys would be local
     "0.8M": Setting(
         n_layer=4,
@@ -31,6 +34,7 @@ SETTINGS = {
     ),
 }
 OURS = ("softmax", "softmax_parts", "p2_all", "hybrid", "p2_wide", "softmax_wide", "p2", "p2_decay", "p2_window", "p1_all")
+OF_124M = ("softmax_parts", "kept_keys", "p2_all", "softmax")
 THEIRS = ("fla_gla", "fla_gdn", "fla_based_window")
 
 
@@ -39,7 +43,9 @@ def setting_of(device: torch.device) -> str:
 
 
 def runs(device: torch.device) -> list[Run]:
-    return runs_of((*OURS, *THEIRS) if device.type == "cuda" else OURS, device)
+    if device.type != "cuda":
+        return runs_of(OURS, device)
+    return [*runs_of((*OURS, *THEIRS), device), *(Run(variant, "124M", SETTINGS["124M"].lr, 1, 200.0) for variant in OF_124M)]
 
 
 def runs_of(variants: Iterable[str], device: torch.device) -> list[Run]:

@@ -62,12 +62,13 @@ TRIALS = {  # without a GPU
     "trial, facts": Setting(TRIED, ((0.0, 64), (0.5, 256)), facts=0.25, lengths=(64, 256), texts=4),
 }
 COMPARED = ("p2_all", "kept_keys", "hybrid", "softmax_sdpa", "softmax_parts", "softmax_parts_sdpa")
+HYBRIDS = ("hybrid_nope", "hybrid_kept_keys_nope")
 RATES = (1e-3, 2e-3)
 
 
 def runs(device: torch.device) -> list[Run]:
     settings = SETTINGS if device.type == "cuda" else TRIALS
-    return [Run(variant, name, lr, 1, 110.0) for name in settings for lr in RATES for variant in COMPARED]
+    return [Run(variant, name, lr, 1, 110.0) for name in settings for lr in RATES for variant in (*COMPARED, *HYBRIDS)]
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:

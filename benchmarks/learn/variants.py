@@ -19,6 +19,7 @@ from benchmarks.learn.examples import model
 SAME_SIZE = 0.02
 SLOW = {"longest_half_life": 65536.0}
 KEPT = {"kept_keys": 256}
+NOPE = {"decay": False, "rope": False}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -34,6 +35,7 @@ class Variant:
     heads: int = 0  # number of heads, of the widths in `parts`; 0: that of the setting
     every: int = 0  # as in GPTConfig
     softmax_layers: tuple[int, ...] = ()  # indices of the blocks whose attention is softmax, in place of `every`
+    softmax_parts: dict = field(default_factory=dict)  # replace `parts` in these blocks
     sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
     layers: dict[str, Callable] = field(default_factory=dict)  # attention -> what replaces FastmaxSelfAttention
     fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
@@ -201,6 +203,42 @@ VARIANTS = {
         steady=True,
         as_large_as="p2_all",
     ),
+    "hybrid_nope": Variant(
+        "p = 2, all parts; softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        softmax_layers=(2, 5),
+        softmax_parts=NOPE,
+        sdpa=True,
+    ),
+    "hybrid_kept_keys_nope": Variant(
+        "p = 2, all parts, 256 kept keys; softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        parts=KEPT,
+        softmax_layers=(2, 5),
+        softmax_parts=NOPE,
+        sdpa=True,
+    ),
+    "hybrid_kept_keys_nope_256": Variant(
+        "p = 2, all parts, 256 kept keys, exact window of 256; softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        parts=KEPT | {"exact_window": 256},
+        softmax_layers=(2, 5),
+        softmax_parts=NOPE,
+        sdpa=True,
+    ),
+    "hybrid_kept_keys_nope_steady": Variant(
+        "p = 2, all parts, 256 kept keys, half of the heads without decay at first; "
+        "softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        parts=KEPT,
+        softmax_layers=(2, 5),
+        softmax_parts=NOPE | {"steady_heads": 0},
+        steady=True,
+        sdpa=True,
+    ),
+    "hybrid_kept_keys_sdpa": Variant(
+        "p = 2, all parts, 256 kept keys; softmax (SDPA) in layers 3 and 6 of 8",
+        parts=KEPT,
+        softmax_layers=(2, 5),
+        softmax_parts={"decay": False},
+        sdpa=True,
+    ),
     "kept_alone": Variant(
         "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
     ),
@@ -294,7 +332,7 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
 
 def _layer_at(variant: Variant, config: model.GPTConfig, index: int) -> nn.Module:
     if index in variant.softmax_layers:
-        config = replace(config, every=1)
+        config = replace(config, every=1, parts=config.parts | variant.softmax_parts)
     return model.make_layer(config, index, layer=partial(_layer, variant))
 
 

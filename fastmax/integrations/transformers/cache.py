@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from fastmax import ops
 from fastmax.core import validation
 from fastmax.decoding import DecodeState, init_state, prefill, step, step_
+from fastmax.decoding.buffered import flush_interval_of
 from fastmax.decoding.parallel_prefill import prefill_with_lse
 from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
@@ -24,7 +25,6 @@ from fastmax.integrations.transformers.unreadable import Unreadable
 from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens, included_after
 from fastmax.prepare.padding import RealFirst
 
-FLUSH_INTERVAL = 32  # tokens that a state on a GPU buffers: most steps then only read it (docs/cuda.md)
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # they do not change what a state holds
 _KEPT = ("keys", "values", "conv_states", "recurrent_states")  # attributes of transformers' layers: tensors, or dicts of them
 _GOES_FORWARD = (
@@ -386,11 +386,6 @@ def kept_options(kept: int, options: dict) -> KeptOptions:
     given = {"normalize": options.get("normalize") or None, "lim": options.get("lim", validation.DEFAULT_LIM)}
     scale, custom = 1.0 / options["temperature"], options.get("use_custom_gradient", True)
     return KeptOptions(kept, options["exact_window"], scale, custom, **given)
-
-
-def flush_interval_of(device: torch.device, p: int) -> int:
-    """Returns the flush interval of a state. A buffer saves memory traffic on a GPU; a state of p = 1 is as small as one."""
-    return FLUSH_INTERVAL if device.type == "cuda" and p == 2 else 1
 
 
 def _can_overwrite(state: DecodeState) -> bool:
