@@ -62,7 +62,7 @@ TRIALS = {  # without a GPU
     "trial, facts": Setting(TRIED, ((0.0, 64), (0.5, 256)), facts=0.25, lengths=(64, 256), texts=4),
 }
 COMPARED = ("p2_all", "kept_keys", "hybrid", "softmax_sdpa", "softmax_parts", "softmax_parts_sdpa")
-HYBRIDS = ("hybrid_nope", "hybrid_kept_keys_nope")
+HYBRIDS = ("hybrid_sdpa", "hybrid_kept_keys_sdpa")
 RATES = (1e-3, 2e-3)
 
 

@@ -232,6 +232,17 @@ VARIANTS = {
         steady=True,
         sdpa=True,
     ),
+    "hybrid_kept_keys_256": Variant(
+        "p = 2, all parts, 256 kept keys, exact window of 256; softmax in layers 3 and 6 of 8",
+        parts=KEPT | {"exact_window": 256},
+        softmax_layers=(2, 5),
+    ),
+    "hybrid_sdpa": Variant(
+        "p = 2, all parts; softmax (SDPA) in layers 3 and 6 of 8",
+        softmax_layers=(2, 5),
+        softmax_parts={"decay": False},
+        sdpa=True,
+    ),
     "hybrid_kept_keys_sdpa": Variant(
         "p = 2, all parts, 256 kept keys; softmax (SDPA) in layers 3 and 6 of 8",
         parts=KEPT,
