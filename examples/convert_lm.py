@@ -34,7 +34,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, required=True, help="softmax model saved by train_lm.py or train_char_lm.py")
     parser.add_argument("--every", type=int, default=0, help="keep softmax in every EVERY-th layer; 0: in none")
     parser.add_argument("--exact-window", type=count, default=128, help="last keys that are weighed by exp")
-    parser.add_argument("--decay", action=switch, help="add decay gates where there are none (default: without --every)")
+    parser.add_argument("--decay", action=switch, default=True, help="add decay gates to converted layers without them")
     parser.add_argument("--longest-half-life", type=positive, help="of new gates, in tokens (default: 8 * BLOCK_SIZE)")
     parser.add_argument("--fit-batches", type=count_or_none, default=4, help="to fit the polynomial; 0: keep 1 + s + s^2 / 2")
     parser.add_argument("--transfer-steps", type=count_or_none, default=100, help="attention transfer; 0: none")
@@ -75,7 +75,9 @@ def config_of(model: GPT, every: int) -> GPTConfig:
     layer = next(layer for layer in layers if layer.attention == "fastmax")
     gates = {"decay": layer.decay_proj is not None, "input_gate": layer.input_gate_proj is not None}
     of_layer = layer.options | gates | {"longest_half_life": layer.longest_half_life, "kept_keys": layer.kept_keys}
-    return replace(model.config, attention="fastmax", every=every, parts=model.config.parts | of_layer)
+    unchanged = {"decay": any(layer.attention == "softmax" and layer.decay_proj is not None for layer in layers)}
+    parts = model.config.parts | of_layer
+    return replace(model.config, attention="fastmax", every=every, parts=parts, softmax_parts=unchanged)
 
 
 class Table:
@@ -120,8 +122,6 @@ def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None
 def main():
     parser = arguments()
     args = parser.parse_args()
-    if args.every and args.decay:
-        parser.error("--decay excludes --every: all layers of a GPTConfig have the same parts, and softmax layers get no gates")
     checkpoint = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
     config = GPTConfig(**checkpoint["config"])
     if config.attention != "softmax":
@@ -143,7 +143,7 @@ def main():
         model,
         exact_window=args.exact_window,
         layers=[i for i in range(config.n_layer) if args.every == 0 or (i + 1) % args.every],
-        decay=args.every == 0 if args.decay is None else args.decay,
+        decay=args.decay,
         longest_half_life=args.longest_half_life or 8.0 * args.block_size,
     )
     table.add("swapped", model)

@@ -1,7 +1,7 @@
 """The GPT that the language-model examples share: pre-norm blocks of `fastmax.FastmaxSelfAttention` and an MLP.
 
-Positions are the layer's rotary embeddings. `attention="softmax"` gives the same model with softmax in every layer, `every=4`
-one with softmax in every fourth. Pass `make_layer` to train another attention layer.
+Positions are the layer's rotary embeddings. `attention="softmax"` gives the same model with softmax in every layer, `every=3`
+a hybrid with softmax in every third. Pass `make_layer` to train another attention layer.
 """
 
 import math
@@ -21,6 +21,7 @@ from fastmax.nn.self_attention_state import SelfAttentionState
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
 OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}
 OF_FASTMAX |= {"input_gate", "kept_keys"}  # and those before are not of softmax
+WITHOUT_DECAY = {"decay": False, "steady_heads": 0}  # softmax layers of a hybrid that decay find fewer facts (docs/quality.md)
 LOGITS = 8192 * 50304  # at most this many in memory at a time in the loss: 1.5 GiB, and the same for their gradient
 
 
@@ -32,8 +33,9 @@ class GPTConfig:
     n_head: int = 4
     n_embd: int = 128
     attention: str = "fastmax"  # or "softmax"; in every layer
-    every: int = 0  # each `every`-th layer is full softmax attention with the same parts; 0: none
+    every: int = 0  # each `every`-th layer is softmax attention to all keys; 0: none
     parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; softmax layers ignore those in OF_FASTMAX
+    softmax_parts: dict = field(default_factory=lambda: dict(WITHOUT_DECAY))  # replace `parts` in the layers of `every`
 
 
 def make_layer(config: GPTConfig, index: int, layer: type[FastmaxSelfAttention] = FastmaxSelfAttention) -> FastmaxSelfAttention:
@@ -41,7 +43,7 @@ def make_layer(config: GPTConfig, index: int, layer: type[FastmaxSelfAttention] 
     full = config.every > 0 and (index + 1) % config.every == 0
     attention = "softmax" if full else config.attention
     left_out = (OF_FASTMAX if attention == "softmax" else set()) | ({"window"} if full else set())
-    parts = {"longest_half_life": max(4, config.block_size)} | config.parts
+    parts = {"longest_half_life": max(4, config.block_size)} | config.parts | (config.softmax_parts if full else {})
     parts = {name: value for name, value in parts.items() if name not in left_out}
     return layer(config.n_embd, config.n_head, attention=attention, **parts)
 

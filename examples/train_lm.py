@@ -1,7 +1,7 @@
 """Train a GPT of 25 M to 350 M parameters on one GPU, with Fastmax, with softmax, or with softmax in some layers.
 
     python examples/train_lm.py --size 25m --out out/fastmax                          # bytes of this Python's sources
-    python examples/train_lm.py --size 25m --out out/hybrid --every 4                 # softmax in every fourth layer
+    python examples/train_lm.py --size 25m --out out/hybrid --every 3                 # softmax in every third layer
     python examples/train_lm.py --size 124m --out out/books --data books/ --bpe 32768 --packed --block-size 16384
     python examples/train_lm.py --size 25m --out out/p1 --parts p=1 exact_window=64 --without conv output_gate
     python examples/train_lm.py --out out/growing --block-size 32768 --batch-size 2 --grow 1024:0.5 4096:0.75 16384:0.9
@@ -84,7 +84,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n-head", type=int)
     parser.add_argument("--n-embd", type=int)
     parser.add_argument("--attention", choices=("fastmax", "softmax"), default="fastmax")
-    parser.add_argument("--every", type=int, default=0, help="softmax in every EVERY-th layer; 0: in none")
+    parser.add_argument("--every", type=int, default=0, help="softmax without decay in every EVERY-th layer; 0: in none")
     parser.add_argument(
         "--parts", type=part, nargs="+", default=[], metavar="NAME=VALUE", help="keywords of FastmaxSelfAttention"
     )
@@ -101,8 +101,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, **defaults: object) 
     parser.add_argument("--weight-decay", type=not_negative, default=0.1)
     parser.add_argument("--rows", type=count, default=10, help="number of rows of losses, and of checkpoints")
     parser.add_argument("--val-batches", type=count, help="validation batches")
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu, help="default: on a GPU")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="default: on a GPU")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint in OUT")
     parser.add_argument("--out", type=Path)
@@ -129,15 +128,18 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--accumulate", type=count, default=1, help="batches per step")
     parser.add_argument("--seconds", type=positive, help="time limit of the training")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Parses the arguments; the default learning rate depends on --size."""
+    """Parses the arguments; the default learning rate depends on --size, other defaults on the device."""
     args = parser.parse_args(argv)
     args.lr = LEARNING_RATES[args.size] if args.lr is None else args.lr
+    for name in {"bf16", "compile"} & vars(args).keys():
+        if getattr(args, name) is None:
+            setattr(args, name, torch.device(args.device).type == "cuda")
     return args
 
 

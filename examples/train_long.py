@@ -2,7 +2,7 @@
 
     python examples/train_long.py --size 25m --context 131072 --out out/long                                  # one GPU
     torchrun --nproc-per-node 8 examples/train_long.py --size 124m --context 1048576 --out out/million
-    torchrun --nproc-per-node 8 examples/train_long.py --size 124m --every 4 --layout zigzag --out out/hybrid
+    torchrun --nproc-per-node 8 examples/train_long.py --size 124m --every 3 --layout zigzag --out out/hybrid
     torchrun --nproc-per-node 2 examples/train_long.py --n-layer 2 --n-head 2 --n-embd 64 --context 512       # without a GPU
 
 Each rank holds a part of the tokens of every sequence (`fastmax.distributed.ContextParallel`) and a shard of the weights,
@@ -40,13 +40,14 @@ from training import Recipe, autocast, learning_rate, make_optimizer, write_csv
 
 from fastmax.distributed import ContextParallel
 
-MAY_CHANGE = {"out", "fresh", "layout", "recompute", "rows"}  # when a run is resumed, as may the number of ranks
+MAY_CHANGE = {"out", "fresh", "layout", "recompute", "rows", "device"}  # when a run is resumed, as may the number of ranks
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    add_training_arguments(parser, steps=100, warmup=10, val_batches=1, out=Path("out/long"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add_training_arguments(parser, steps=100, warmup=10, val_batches=1, out=Path("out/long"), device=device)
     parser.add_argument("--context", type=count, default=131072, help="tokens of a sequence, over all ranks")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="zigzag: for softmax layers")
     switch = argparse.BooleanOptionalAction
@@ -208,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
             GPT(make_config(args, vocab_size=256))
     except (TypeError, ValueError) as error:  # wrong --parts are reported before the text is read
         parser.error(str(error))
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = args.device
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -58,6 +58,9 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert of_kept[0].kept is not None and of_kept[0].attention.flush_interval == 4
     softmax = tiny(attention="softmax", window=5, every=2).blocks
     assert [block.attn.window for block in softmax] == [5, None]
+    assert [block.attn.decay_proj is None for block in tiny(every=2, steady_heads=1).blocks] == [False, True]
+    same_parts = GPT(GPTConfig(n_layer=2, n_embd=16, every=2, parts={"exact_window": 4}, softmax_parts={}))
+    assert all(block.attn.decay_proj is not None for block in same_parts.blocks)
     for every in (-1, 3):  # no layer would be softmax
         with pytest.raises(ValueError, match=f"every must be from 0 to the 2 layers, got {every}"):
             tiny(every=every)
@@ -232,6 +235,15 @@ def texts(tmp_path) -> Path:
     for i, text in enumerate(TEXT):
         (tmp_path / "texts" / f"{i}.py").write_text(text)
     return tmp_path / "texts"
+
+
+def test_bf16_and_compilation_are_of_a_gpu_by_default(monkeypatch):
+    import train_lm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for options, expected in ([], True), (["--device", "cpu"], False), (["--device", "cpu", "--bf16", "--compile"], True):
+        args = train_lm.parse(train_lm.arguments(), options)
+        assert args.bf16 is args.compile is expected
 
 
 def losses(out: Path) -> list[tuple[str, ...]]:
@@ -476,6 +488,21 @@ def test_config_of_a_converted_model():
     config = convert_lm.config_of(model, 0)
     GPT(config).load_state_dict(model.state_dict())
     assert config.attention == "fastmax" and config.parts["exact_window"] == 4
+
+
+@pytest.mark.parametrize("decay", [True, False])
+def test_config_of_a_converted_hybrid(decay):
+    """Layers that stay softmax keep their decay, or have none, though the converted layer has one."""
+    import convert_lm
+    from model import GPT
+
+    model = tiny(attention="softmax", decay=decay)
+    fastmax.convert.swap(model, exact_window=4, layers=[0], decay=True)
+    config = convert_lm.config_of(model, 2)
+    again = GPT(config)
+    again.load_state_dict(model.state_dict())
+    assert [block.attn.attention for block in again.blocks] == ["fastmax", "softmax"]
+    assert [block.attn.decay_proj is None for block in again.blocks] == [False, not decay]
 
 
 def test_weights_in_bfloat16_keep_the_biases_of_decays():

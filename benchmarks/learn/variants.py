@@ -35,7 +35,7 @@ class Variant:
     heads: int = 0  # number of heads, of the widths in `parts`; 0: that of the setting
     every: int = 0  # as in GPTConfig
     softmax_layers: tuple[int, ...] = ()  # indices of the blocks whose attention is softmax, in place of `every`
-    softmax_parts: dict = field(default_factory=dict)  # replace `parts` in these blocks
+    softmax_parts: dict = field(default_factory=dict)  # as in GPTConfig
     sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
     layers: dict[str, Callable] = field(default_factory=dict)  # attention -> what replaces FastmaxSelfAttention
     fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
@@ -330,7 +330,8 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
         sizes = sizes | {"n_head": variant.heads}
     if variant.steady:
         parts |= {"longest_half_life": 1024.0, "steady_heads": sizes["n_head"] // 2}
-    config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
+    own = {"parts": parts, "softmax_parts": variant.softmax_parts}
+    config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, **own)
     if variant.fla:
         near = replace(config, attention="softmax", parts=PLAIN | {"window": window})
 
@@ -343,7 +344,7 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
 
 def _layer_at(variant: Variant, config: model.GPTConfig, index: int) -> nn.Module:
     if index in variant.softmax_layers:
-        config = replace(config, every=1, parts=config.parts | variant.softmax_parts)
+        config = replace(config, every=1)
     return model.make_layer(config, index, layer=partial(_layer, variant))
 
 
