@@ -549,6 +549,11 @@ def learned_gap(variant: str, other: str, setting: str, results: Results) -> str
     return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
 
 
+def growing_gap(variant: str, other: str, results: Results) -> str:
+    """The difference of the losses on windows of 64k after training on growing ones, averaged over the seeds that both have."""
+    return _in_words(above(pages.rows_of("free-windows", "growing", results.root), variant, other, measure="whole"))
+
+
 def far_keys_gain(results: Results) -> str:
     """The difference between the loss of softmax within the window and that of p = 2 with all parts."""
     found = pages.rows_of("ablation", "25M", results.root)
@@ -690,6 +695,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "char-lm-gap-alone": partial(char_lm_difference, "fastmax_plain", "softmax_plain"),
     "learned-gap": partial(learned_gap, "p2_all", "softmax_parts", "25M"),
     "learned-gap-softmax": partial(learned_gap, "softmax_parts", "p2_all", "25M"),
+    "learned-gap-124m": partial(learned_gap, "kept_keys", "softmax_parts", "124M"),
+    "growing-gap": partial(growing_gap, "hybrid_sdpa", "softmax_parts_sdpa"),
     "learned-gap-plain": partial(learned_gap, "p2_all", "softmax", "25M"),
     "learned-gap-wide": partial(learned_gap, "p2_wide", "softmax_wide", "25M"),
     "learned-gap-small": partial(learned_gap, "p2_all", "softmax_parts", "0.8M"),

@@ -631,9 +631,9 @@ def test_page_of_free_windows(tmp_path):
     ]
     text = text_of("free-windows", found, tmp_path)
     without, with_facts = text.split("With facts. ")
-    line = "| p = 2, all parts | 2e-03 | 60 | 4.0 M | 1.500 | 1.200 | 1.600 |"
+    line = "| p = 2, all parts | 2e-03 | 1 | 60 | 4.0 M | 1.500 | 1.200 | 1.600 |"
     assert without.count("| 1k " + line) == without.count("| growing " + line) == 1
-    assert f"| 1k {line} 100% | 12% |" in with_facts and "growing" not in with_facts
+    assert f"| 1k {line} 100% | 12% |" in with_facts and "| growing" not in with_facts
     slow = [row | {"seconds": 90.0} if row["setting"] == "growing" else row for row in found]
     with pytest.raises(LookupError, match="runs of 60 and of 90 s of training are not of equal time"):
         list(pages.free_windows(pd.DataFrame(slow)))
@@ -702,6 +702,10 @@ def test_figures(tmp_path):
     for name in ("equal-steps", "equal-time", "ablation"):
         rows.append(tmp_path / f"{name}.csv", loss_rows(name))
     rows.append(tmp_path / "recall.csv", recall_rows())
+    growing = [{"setting": "growing", "measure": "whole position"} | {"at": at, "value": 2.0 - at / 64} for at in (32, 64)]
+    rows.append(
+        tmp_path / "free-windows.csv", [row | growing[0] | point for row in loss_rows("ablation")[:1] for point in growing]
+    )
     written = figures.draw(tmp_path, tmp_path / "figures")
     assert [path.stem for path in written] == [f"learn_{name}" for name in figures.DRAWN if name != "needle"]
     assert all(path.stat().st_size > 5000 for path in written)

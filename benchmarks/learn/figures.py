@@ -55,8 +55,8 @@ def _panels(settings: list[str], sharey: bool = False):
     return figure, dict(zip(settings, axes[0], strict=True))
 
 
-def _lines(found: pd.DataFrame, measure: str, against: str, x: str, y: str, log: bool = False):
-    """Draws a line for each variant."""
+def _lines(found: pd.DataFrame, measure: str, against: str, x: str, y: str, log: bool = False, columns: int | None = None):
+    """Draws a line for each variant. `columns`: of the legend."""
     styles = _styles(in_order(found, TITLES))
     figure, axes = _panels(found["setting"].unique())
     for setting, axis in axes.items():
@@ -67,7 +67,7 @@ def _lines(found: pd.DataFrame, measure: str, against: str, x: str, y: str, log:
         if log:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter("{x:.0f}")
-    return _with_legend(figure)
+    return _with_legend(figure, columns)
 
 
 def _styles(titles: dict[str, str]) -> dict[str, dict]:
@@ -79,10 +79,10 @@ def _styles(titles: dict[str, str]) -> dict[str, dict]:
     }
 
 
-def _with_legend(figure):
-    """Adds one legend for all panels below them."""
+def _with_legend(figure, columns: int | None = None):
+    """Adds one legend for all panels below them, with two columns for each panel unless given."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
-    columns = 2 * len(figure.axes)
+    columns = 2 * len(figure.axes) if columns is None else columns
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.2 * -(-len(lines) // columns))
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns, fontsize=7)
@@ -109,6 +109,12 @@ def equal_time(found: pd.DataFrame):
 
 def equal_time_position(found: pd.DataFrame):
     return _zoomed(_lines(found, "position", "at", "position in the context", "loss, nats per byte"), found, "position")
+
+
+def free_windows(found: pd.DataFrame):
+    """The loss by position of models that trained on growing windows."""
+    growing = where(found, setting="growing")
+    return _lines(growing, "whole position", "at", "position in a window of 64k", "loss, nats per byte", columns=1)
 
 
 def needle(found: pd.DataFrame):
@@ -145,6 +151,7 @@ DRAWN: dict[str, tuple[str, Callable]] = {
     "equal_steps": ("equal-steps", equal_steps),
     "equal_time": ("equal-time", equal_time),
     "equal_time_position": ("equal-time", equal_time_position),
+    "free_windows": ("free-windows", free_windows),
     "ablation": ("ablation", ablation),
     "recall": ("recall", recall),
     "needle": ("needle", needle),

@@ -88,7 +88,7 @@ def free_windows(found: pd.DataFrame) -> Lines:
     lengths = sorted(where(found, measure="whole needle")["at"].unique())
     last = where(found, measure="whole position")["at"].max()
     yield [
-        *("training windows", "attention", "learning rate", "seconds", "tokens", "loss", "of the last 32nd"),
+        *("training windows", "attention", "learning rate", "seeds", "seconds", "tokens", "loss", "of the last 32nd"),
         *("loss within a training window", *(f"facts, {tokens_of(n)}" for n in lengths)),
     ]
     for setting in found["setting"].unique():
@@ -98,10 +98,10 @@ def free_windows(found: pd.DataFrame) -> Lines:
                 own = where(here, variant=name, lr=lr)
                 seconds, tokens = where(own, measure="whole")[["seconds", "tokens"]].mean()
                 measured = {"whole": {}, "whole position": {"at": last}, "near": {}}
-                losses = [seed_values(own, measure=measure, **at).mean() for measure, at in measured.items()]
+                losses = [spread(seed_values(own, measure=measure, **at), "{:.3f}") for measure, at in measured.items()]
                 facts = [f"{seed_values(own, measure='whole needle', at=n).mean():.0f}%" for n in lengths]
-                counts = [f"{lr:.0e}", f"{seconds:.0f}", million(tokens)]
-                yield [setting.removesuffix(FACTS), title, *counts, *(f"{loss:.3f}" for loss in losses), *facts]
+                counts = [f"{lr:.0e}", str(own["seed"].nunique()), f"{seconds:.0f}", million(tokens)]
+                yield [setting.removesuffix(FACTS), title, *counts, *losses, *facts]
 
 
 def ablation(found: pd.DataFrame) -> Lines:
@@ -185,7 +185,7 @@ def tokens_of(n: int) -> str:
 TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "equal-steps": (equal_steps, {"equal_steps": "validation loss by step"}),
     "equal-time": (equal_time, {"equal_time": "loss by seconds of training", "equal_time_position": "loss by position"}),
-    "free-windows": (free_windows, {}),
+    "free-windows": (free_windows, {"free_windows": "loss by position after growing windows"}),
     "large": (large, {}),
     "ablation": (ablation, {"ablation": "loss without each part"}),
     "recall": (recall, {"recall": "accuracy by pairs"}),

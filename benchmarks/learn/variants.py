@@ -204,20 +204,20 @@ VARIANTS = {
         as_large_as="p2_all",
     ),
     "hybrid_nope": Variant(
-        "p = 2, all parts; softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        "p = 2, all parts; softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
         softmax_layers=(2, 5),
         softmax_parts=NOPE,
         sdpa=True,
     ),
     "hybrid_kept_keys_nope": Variant(
-        "p = 2, all parts, 256 kept keys; softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys; softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
         parts=KEPT,
         softmax_layers=(2, 5),
         softmax_parts=NOPE,
         sdpa=True,
     ),
     "hybrid_kept_keys_nope_256": Variant(
-        "p = 2, all parts, 256 kept keys, exact window of 256; softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys, exact window of 256; softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
         parts=KEPT | {"exact_window": 256},
         softmax_layers=(2, 5),
         softmax_parts=NOPE,
@@ -225,7 +225,7 @@ VARIANTS = {
     ),
     "hybrid_kept_keys_nope_steady": Variant(
         "p = 2, all parts, 256 kept keys, half of the heads without decay at first; "
-        "softmax (SDPA) without rotary positions in layers 3 and 6 of 8",
+        "softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
         parts=KEPT,
         softmax_layers=(2, 5),
         softmax_parts=NOPE | {"steady_heads": 0},
@@ -238,13 +238,13 @@ VARIANTS = {
         softmax_layers=(2, 5),
     ),
     "hybrid_sdpa": Variant(
-        "p = 2, all parts; softmax (SDPA) in layers 3 and 6 of 8",
+        "p = 2, all parts; softmax without decay (SDPA) in layers 3 and 6 of 8",
         softmax_layers=(2, 5),
         softmax_parts={"decay": False},
         sdpa=True,
     ),
     "hybrid_kept_keys_sdpa": Variant(
-        "p = 2, all parts, 256 kept keys; softmax (SDPA) in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys; softmax without decay (SDPA) in layers 3 and 6 of 8",
         parts=KEPT,
         softmax_layers=(2, 5),
         softmax_parts={"decay": False},
