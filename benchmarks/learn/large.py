@@ -31,13 +31,15 @@ SETTINGS = {
 }
 TRIALS = {  # without a GPU
     "trial": (
-        *("--n-layer", "2", "--n-embd", "32", "--block-size", "64", "--batch-size", "1", "--grow", "32:0.5"),
+        *("--n-layer", "3", "--n-embd", "32", "--block-size", "64", "--batch-size", "1", "--grow", "32:0.5"),
         *("--steps", "1000", "--rows", "100", "--warmup", "2", "--val-batches", "1"),
     )
 }
 OF_VARIANT = {
     "kept_keys_wide_steady": ("--n-head", "8", "--parts", "kept_keys=256", "steady_heads=4", "longest_half_life=1024"),
     "softmax_parts": ("--n-head", "16", "--attention", "softmax"),
+    "hybrid_third": ("--n-head", "16", "--every", "3"),
+    "softmax_without_decay": ("--n-head", "16", "--attention", "softmax", "--parts", "decay=false"),
 }
 
 

@@ -58,7 +58,7 @@ NEAR_KEYS = ("p2_near_256", "p2_near_384")
 HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
 NOPE = (
     *("hybrid_nope", "hybrid_kept_keys_nope", "hybrid_kept_keys_nope_256", "hybrid_kept_keys_nope_steady"),
-    *("hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_kept_keys_256"),
+    *("hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_kept_keys_256", "softmax_without_decay"),
 )
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")

@@ -62,6 +62,9 @@ VARIANTS = {
     "p2_all": Variant("p = 2, all parts"),
     "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
     "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
+    "hybrid_third": Variant(
+        "p = 2, all parts; softmax without decay in every third layer", every=3, softmax_parts=model.WITHOUT_DECAY
+    ),
     "hybrid_early": Variant("p = 2, all parts; softmax in layers 2 and 6 of 8", softmax_layers=(1, 5), as_large_as="p2_all"),
     "hybrid_middle": Variant("p = 2, all parts; softmax in layers 3 and 6 of 8", softmax_layers=(2, 5), as_large_as="p2_all"),
     "hybrid_one": Variant("p = 2, all parts; softmax in layer 3 of 8", softmax_layers=(2,), as_large_as="p2_all"),
@@ -79,6 +82,7 @@ VARIANTS = {
     "p2_wide_steady": Variant(
         "p = 2, all parts, half as many heads, half of them without decay at first", wide=True, steady=True
     ),
+    "softmax_without_decay": Variant("softmax, same parts but decay", "softmax", {"decay": False}, as_large_as="p2_all"),
     "softmax_steady": Variant(
         "softmax, same parts, half of the heads without decay at first", "softmax", steady=True, as_large_as="p2_all"
     ),
