@@ -30,6 +30,7 @@ import torch
 import fastmax
 from benchmarks import report
 from benchmarks.learn import pages
+from benchmarks.learn.free_windows import SHOWN
 from benchmarks.learn.results import above, seed_values
 from benchmarks.registry import SUSTAINED
 from benchmarks.report import where
@@ -361,21 +362,27 @@ def layer_cost(results: Results) -> str:
         "softmax_parts": "softmax (`flash_attention`) with decay, convolution, norms, gate",
         "p2_all": "**`FastmaxSelfAttention`**",
         "kept_keys": "the same with `kept_keys=256`",
-        "hybrid": "hybrid: softmax in every fourth layer",
+        "hybrid": "hybrid: softmax with decay in every fourth layer",
+        "hybrid_sdpa": "hybrid: softmax (SDPA) without decay in every third layer",
         "p2": "the polynomial alone, p = 2",
         "p1_all": "`FastmaxSelfAttention(p=1)`",
     }
     losses = pages.losses("equal-steps", "25M", results.root)
     losses["softmax_sdpa"] = losses["softmax"]  # of `flash_attention`: the same function as SDPA's
-    losses["kept_keys"] = pages.losses("memory", "steps", results.root)["kept_keys"]  # trained and tested as in equal steps
+    also = pages.losses("memory", "steps", results.root)  # trained and tested as in equal steps
+    losses |= {name: also[name] for name in ("kept_keys", "hybrid_sdpa") if name in also}
     steps = results.rows("layer")
     steps = steps[steps["case"].str.startswith("GPT 25M bf16")]
     times = steps.pivot(index="provider", columns="tokens", values="median").reindex(titles)
     lines = []
+    if unknown := set(steps["provider"]) - titles.keys():
+        raise LookupError(f"layer.csv has layers without a title: {', '.join(sorted(unknown))}")
     for name, title in titles.items():
+        if name not in set(steps["provider"]):
+            continue
         own = zip(times.loc[name], times.loc["softmax_sdpa"], strict=True)
         cells = ("" if math.isnan(ms) else f"{number(ms)} ({gain(softmax / ms)})" for ms, softmax in own)
-        lines.append([title, f"{losses[name]:.3f}", *cells])
+        lines.append([title, f"{losses[name]:.3f}" if name in losses else "", *cells])
     header = ["attention", "loss, nats per byte", *(f"step at {n // 1024}k, ms" for n in times)]
     losses_at = pages.commits("equal-steps", "25M", results.root)
     kept_at = pages.commits("memory", "steps", results.root, "kept_keys")
@@ -551,7 +558,8 @@ def learned_gap(variant: str, other: str, setting: str, results: Results) -> str
 
 def growing_gap(variant: str, other: str, results: Results) -> str:
     """The difference of the losses on windows of 64k after training on growing ones, averaged over the seeds that both have."""
-    return _in_words(above(pages.rows_of("free-windows", "growing", results.root), variant, other, measure="whole"))
+    found = where(pages.rows_of("free-windows", SHOWN["setting"], results.root), lr=SHOWN["lr"])
+    return _in_words(above(found, variant, other, measure="whole"))
 
 
 def far_keys_gain(results: Results) -> str:

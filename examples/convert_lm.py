@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from model import GPT, GPTConfig
-from options import count, count_or_none, positive
+from options import count, count_or_none, default_device, fill_in, positive
 from text import Batch, bpe_tokens, byte_tokens, load_bpe, load_documents, random_windows
 from torch import Tensor
 from training import autocast, evaluate_by_position, write_csv
@@ -30,7 +30,7 @@ from fastmax import convert
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
+    switch = argparse.BooleanOptionalAction
     parser.add_argument("--checkpoint", type=Path, required=True, help="softmax model saved by train_lm.py or train_char_lm.py")
     parser.add_argument("--every", type=int, default=0, help="keep softmax in every EVERY-th layer; 0: in none")
     parser.add_argument("--exact-window", type=count, default=128, help="last keys that are weighed by exp")
@@ -45,8 +45,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=count, default=32)
     parser.add_argument("--block-size", type=count, help="tokens of a window (default: the checkpoint's)")
     parser.add_argument("--val-batches", type=count, default=8)
-    parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--bf16", action=switch, help="default: on a GPU")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--seed", type=int, default=1338)
     parser.add_argument("--out", type=Path, default=Path("out/convert"))
     return parser
@@ -75,7 +75,7 @@ def config_of(model: GPT, every: int) -> GPTConfig:
     layer = next(layer for layer in layers if layer.attention == "fastmax")
     gates = {"decay": layer.decay_proj is not None, "input_gate": layer.input_gate_proj is not None}
     of_layer = layer.options | gates | {"longest_half_life": layer.longest_half_life, "kept_keys": layer.kept_keys}
-    unchanged = {"decay": any(layer.attention == "softmax" and layer.decay_proj is not None for layer in layers)}
+    unchanged = {"decay": True} | {name: x for name, x in model.config.parts.items() if name in of_layer}
     parts = model.config.parts | of_layer
     return replace(model.config, attention="fastmax", every=every, parts=parts, softmax_parts=unchanged)
 
@@ -122,10 +122,13 @@ def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None
 def main():
     parser = arguments()
     args = parser.parse_args()
+    fill_in(args, bf16=(True, False))
     checkpoint = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
     config = GPTConfig(**checkpoint["config"])
     if config.attention != "softmax":
         parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
+    if config.every:
+        parser.error(f"the layers of {args.checkpoint} must be alike, but it was trained with --every {config.every}")
     if not 0 <= args.every <= config.n_layer:
         parser.error(f"--every must be from 0 to the {config.n_layer} layers of {args.checkpoint}, got {args.every}")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from model import GPT, OF_FASTMAX, GPTConfig, make_layer, sample
-from options import count, not_negative
+from options import count, default_device, fill_in, not_negative
 from text import load_bpe
 from torch import Tensor
 from tqdm import tqdm
@@ -110,8 +110,11 @@ def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
 def with_softmax(model: GPT) -> GPT:
     """Returns the model with a CachedLayer in all blocks and the same weights, without decay and input gates."""
     without = OF_FASTMAX | {"window", "steady_heads"}
-    parts = {name: x for name, x in model.config.parts.items() if name not in without} | {"decay": False}
-    config = replace(model.config, attention="softmax", every=0, parts=parts)
+    parts, softmax_parts = (
+        {name: x for name, x in of_layers.items() if name not in without} | {"decay": False}
+        for of_layers in (model.config.parts, model.config.softmax_parts)
+    )
+    config = replace(model.config, attention="softmax", parts=parts, softmax_parts=softmax_parts)
     softmax = GPT(config, partial(make_layer, layer=CachedLayer))
     weights = model.state_dict()
     softmax.load_state_dict({name: weights[name] for name in softmax.state_dict()})
@@ -206,10 +209,15 @@ def synchronize(device: torch.device) -> None:
 
 
 @torch.no_grad()
+def init_states(model: GPT, batch: int) -> list[SelfAttentionState]:
+    """Returns empty states. On a GPU they buffer 32 tokens, so most steps read the state without writing it."""
+    return model.init_states(batch, flush_interval=32 if next(model.parameters()).is_cuda else 1)
+
+
 def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool) -> list[dict]:
     """Returns rows of context length, MiB of the state and of the key/value cache, and ms of the next token with each."""
     softmax, rows = with_softmax(model), []
-    states = model.init_states(batch)
+    states = init_states(model, batch)
     device, generator = states[0].device, torch.Generator().manual_seed(0)
     for before, context in tqdm(list(itertools.pairwise([0, *sorted(contexts)])), desc="compare", unit="context"):
         tokens = torch.randint(model.config.vocab_size, (batch, context - before), generator=generator).to(device)
@@ -254,28 +262,26 @@ def save_comparison(rows: list[dict], stem: Path) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda = torch.cuda.is_available()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--tokens", type=count, default=500, help="tokens to generate")
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0: the most likely token")
     parser.add_argument("--compare", action="store_true", help="measure memory and time per token")
-    contexts = [1024, 4096, 16384, 65536] if cuda else [256, 1024, 4096]
-    parser.add_argument("--contexts", type=count, nargs="+", default=contexts, help="context lengths of --compare")
+    parser.add_argument("--contexts", type=count, nargs="+", help="context lengths of --compare")
     parser.add_argument("--batch", type=count, default=1, help="batch size of --compare")
     parser.add_argument("--steps", type=count, default=50, help="timed tokens of --compare per context length")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if cuda else "float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs on a GPU")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser
 
 
-@torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     parser = arguments()
     args = parser.parse_args(argv)
+    fill_in(args, dtype=("bfloat16", "float32"), contexts=([1024, 4096, 16384, 65536], [256, 1024, 4096]))
     if not args.prompt:
         parser.error("--prompt must not be empty")
     checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -303,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     generator = torch.Generator(args.device).manual_seed(args.seed)
     print(args.prompt, end="", flush=True)
     began = time.perf_counter()
-    logits, states = read(model, prompt, model.init_states(1))
+    logits, states = read(model, prompt, init_states(model, 1))
     step = make_step(model, states, graph and constant)
     for token in generate(step, logits, args.tokens, args.temperature, generator):
         print(to_text(token.item()), end="", flush=True)

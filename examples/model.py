@@ -21,7 +21,7 @@ from fastmax.nn.self_attention_state import SelfAttentionState
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
 OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}
 OF_FASTMAX |= {"input_gate", "kept_keys"}  # and those before are not of softmax
-WITHOUT_DECAY = {"decay": False, "steady_heads": 0}  # softmax layers of a hybrid that decay find fewer facts (docs/quality.md)
+WITHOUT_DECAY = {"decay": False, "steady_heads": 0}  # for the softmax layers of a hybrid (docs/quality.md)
 LOGITS = 8192 * 50304  # at most this many in memory at a time in the loss: 1.5 GiB, and the same for their gradient
 
 
@@ -35,7 +35,7 @@ class GPTConfig:
     attention: str = "fastmax"  # or "softmax"; in every layer
     every: int = 0  # each `every`-th layer is softmax attention to all keys; 0: none
     parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; softmax layers ignore those in OF_FASTMAX
-    softmax_parts: dict = field(default_factory=lambda: dict(WITHOUT_DECAY))  # replace `parts` in the layers of `every`
+    softmax_parts: dict = field(default_factory=dict)  # replace `parts` in the layers of `every`, as WITHOUT_DECAY does
 
 
 def make_layer(config: GPTConfig, index: int, layer: type[FastmaxSelfAttention] = FastmaxSelfAttention) -> FastmaxSelfAttention:
@@ -141,7 +141,7 @@ class GPT(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x).float(), targets, reduction="none")
 
-    def init_states(self, batch: int, *, flush_interval: int | None = None, **options) -> list[SelfAttentionState]:
+    def init_states(self, batch: int, *, flush_interval: int = 1, **options) -> list[SelfAttentionState]:
         """Returns the empty state of each layer.
 
         Args:

@@ -3,6 +3,8 @@
 import argparse
 import math
 
+import torch
+
 
 def count(text: str) -> int:
     return _at_least(1, int(text))
@@ -22,6 +24,18 @@ def not_negative(text: str) -> float:
     if not 0 <= (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be finite and at least 0, got {text}")
     return number
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def fill_in(args: argparse.Namespace, **defaults: tuple[object, object]) -> None:
+    """Sets the options that are None to a default, given as (on a GPU, on another `args.device`)."""
+    on_gpu = torch.device(args.device).type == "cuda"
+    for name, (of_gpu, of_others) in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, of_gpu if on_gpu else of_others)
 
 
 def _at_least(least: int, number: int) -> int:

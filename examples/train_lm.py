@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from model import GPT, PLAIN, GPTConfig
-from options import count, count_or_none, not_negative, positive
+from model import GPT, PLAIN, WITHOUT_DECAY, GPTConfig
+from options import count, count_or_none, default_device, fill_in, not_negative, positive
 from text import Batch, Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
 from torch import Tensor
 from tqdm import tqdm
@@ -102,6 +102,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, **defaults: object) 
     parser.add_argument("--rows", type=count, default=10, help="number of rows of losses, and of checkpoints")
     parser.add_argument("--val-batches", type=count, help="validation batches")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint in OUT")
     parser.add_argument("--out", type=Path)
@@ -110,7 +111,6 @@ def add_training_arguments(parser: argparse.ArgumentParser, **defaults: object) 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda = torch.cuda.is_available()
     add_model_arguments(parser)
     add_training_arguments(parser, steps=1000, warmup=100, val_batches=8, out=Path("out/lm"))
     parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="train a BPE vocabulary on the text; 0: bytes")
@@ -129,17 +129,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--accumulate", type=count, default=1, help="batches per step")
     parser.add_argument("--seconds", type=positive, help="time limit of the training")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Parses the arguments; the default learning rate depends on --size, other defaults on the device."""
+    """Parses the arguments; the default learning rate depends on --size, and whether there is bf16 on --device."""
     args = parser.parse_args(argv)
     args.lr = LEARNING_RATES[args.size] if args.lr is None else args.lr
-    for name in {"bf16", "compile"} & vars(args).keys():
-        if getattr(args, name) is None:
-            setattr(args, name, torch.device(args.device).type == "cuda")
+    fill_in(args, bf16=(True, False))
     return args
 
 
@@ -147,7 +144,9 @@ def make_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
     sizes = zip(("n_layer", "n_head", "n_embd"), SIZES[args.size], strict=True)
     sizes = {name: size if getattr(args, name) is None else getattr(args, name) for name, size in sizes}
     parts = {name: PLAIN[name] for name in args.without} | dict(args.parts)
-    return GPTConfig(vocab_size, args.block_size, **sizes, attention=args.attention, every=args.every, parts=parts)
+    kinds = {"attention": args.attention, "every": args.every}
+    softmax_parts = dict(WITHOUT_DECAY) if args.every and args.attention == "fastmax" else {}
+    return GPTConfig(vocab_size, args.block_size, **sizes, **kinds, parts=parts, softmax_parts=softmax_parts)
 
 
 def load_text(args: argparse.Namespace) -> tuple[Text, int, float]:
@@ -214,6 +213,7 @@ def plot(history: list[dict], positions: list[dict], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     args = parse(parser, argv)
+    fill_in(args, compile=(True, False))
     if args.bpe and args.bpe <= 256:
         parser.error(f"--bpe must be at least 257, for 256 bytes and the end of text, got {args.bpe}")
     try:
@@ -253,6 +253,8 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = torch.load(path, map_location=args.device, weights_only=True)
         was = checkpoint.get("settings", {})
         changed = [f"{name} was {was.get(name)}, is {value}" for name, value in common.items() if was.get(name) != value]
+        if not changed and GPTConfig(**checkpoint["config"]) != config:
+            changed = ["its model has another config"]
         if changed:
             parser.error(f"{path} is of another run ({'; '.join(changed)}): pass --fresh to overwrite it, or another --out")
         model.load_state_dict(checkpoint["model"])

@@ -46,8 +46,7 @@ MAY_CHANGE = {"out", "fresh", "layout", "recompute", "rows", "device"}  # when a
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add_training_arguments(parser, steps=100, warmup=10, val_batches=1, out=Path("out/long"), device=device)
+    add_training_arguments(parser, steps=100, warmup=10, val_batches=1, out=Path("out/long"))
     parser.add_argument("--context", type=count, default=131072, help="tokens of a sequence, over all ranks")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="zigzag: for softmax layers")
     switch = argparse.BooleanOptionalAction
@@ -209,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
             GPT(make_config(args, vocab_size=256))
     except (TypeError, ValueError) as error:  # wrong --parts are reported before the text is read
         parser.error(str(error))
-    kind = args.device
+    kind = torch.device(args.device).type
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

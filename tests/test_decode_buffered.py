@@ -27,7 +27,7 @@ from test_decode_window import accompany, advance, check_within_contract
 import fastmax
 from fastmax import eager, fastmax_attention
 from fastmax.core.score import Score
-from fastmax.decoding.buffered import flush_interval_of, flushed
+from fastmax.decoding.buffered import flushed
 from fastmax.testing import verify
 
 CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
@@ -375,8 +375,3 @@ def test_a_replayed_graph_folds(window):
     """One graph serves steps that add to the buffer and steps that fold it into the sums."""
     inputs, _ = make_inputs(CASE, torch.float32, "cuda")
     check_replays(inputs, new_state(CASE, window, 3, "cuda", torch.float32))
-
-
-def test_which_states_buffer_tokens_by_default():
-    on_gpu = torch.device("cuda")
-    assert [flush_interval_of(*given) for given in ((on_gpu, 2), (on_gpu, 1), (torch.device("cpu"), 2))] == [32, 1, 1]

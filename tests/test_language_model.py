@@ -43,7 +43,7 @@ NAMES = ["p2", "p1", "hybrid", "input gate", "kept keys", "softmax"]
 
 
 def test_hybrids_have_full_softmax_in_every_nth_layer():
-    from model import GPT, GPTConfig
+    from model import GPT, WITHOUT_DECAY, GPTConfig
 
     model = GPT(GPTConfig(n_layer=5, n_embd=16, every=2, parts={"exact_window": 8, "temperature": 2.0, "conv": 3}))
     layers = [block.attn for block in model.blocks]
@@ -58,9 +58,10 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert of_kept[0].kept is not None and of_kept[0].attention.flush_interval == 4
     softmax = tiny(attention="softmax", window=5, every=2).blocks
     assert [block.attn.window for block in softmax] == [5, None]
-    assert [block.attn.decay_proj is None for block in tiny(every=2, steady_heads=1).blocks] == [False, True]
-    same_parts = GPT(GPTConfig(n_layer=2, n_embd=16, every=2, parts={"exact_window": 4}, softmax_parts={}))
-    assert all(block.attn.decay_proj is not None for block in same_parts.blocks)
+    parts = {"exact_window": 4, "steady_heads": 1}
+    for of_softmax, without in ({}, [False, False]), (WITHOUT_DECAY, [False, True]):
+        model = GPT(GPTConfig(n_layer=2, n_embd=16, every=2, parts=parts, softmax_parts=of_softmax))
+        assert [block.attn.decay_proj is None for block in model.blocks] == without
     for every in (-1, 3):  # no layer would be softmax
         with pytest.raises(ValueError, match=f"every must be from 0 to the 2 layers, got {every}"):
             tiny(every=every)
@@ -237,13 +238,34 @@ def texts(tmp_path) -> Path:
     return tmp_path / "texts"
 
 
-def test_bf16_and_compilation_are_of_a_gpu_by_default(monkeypatch):
+def test_defaults_are_those_of_the_device(monkeypatch):
+    import generate
+    import options
     import train_lm
+    import train_long
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for options, expected in ([], True), (["--device", "cpu"], False), (["--device", "cpu", "--bf16", "--compile"], True):
-        args = train_lm.parse(train_lm.arguments(), options)
-        assert args.bf16 is args.compile is expected
+    for example in (train_lm, train_long):
+        for given, expected in (
+            ([], True),
+            (["--device", "cpu"], False),
+            (["--device", "cpu", "--bf16"], True),
+            (["--no-bf16"], False),
+        ):
+            assert example.parse(example.arguments(), given).bf16 is expected
+    args = generate.arguments().parse_args(["checkpoint.pt", "--device", "cpu", "--contexts", "8"])
+    options.fill_in(args, dtype=("bfloat16", "float32"), contexts=([1], [2]))
+    assert args.dtype == "float32" and args.contexts == [8]
+
+
+def test_softmax_layers_of_hybrids_have_no_decay_unless_all_layers_are_softmax(tmp_path):
+    import train_lm
+
+    small = ["--n-layer", "3", "--n-head", "2", "--n-embd", "16", "--every", "3"]
+    for attention, expected in ("fastmax", [False, False, True]), ("softmax", [False] * 3):
+        args = train_lm.parse(train_lm.arguments(), [*small, "--attention", attention, "--parts", "steady_heads=1"])
+        layers = [block.attn for block in train_lm.GPT(train_lm.make_config(args, 32)).blocks]
+        assert [layer.decay_proj is None for layer in layers] == expected
 
 
 def losses(out: Path) -> list[tuple[str, ...]]:
@@ -490,19 +512,18 @@ def test_config_of_a_converted_model():
     assert config.attention == "fastmax" and config.parts["exact_window"] == 4
 
 
-@pytest.mark.parametrize("decay", [True, False])
-def test_config_of_a_converted_hybrid(decay):
-    """Layers that stay softmax keep their decay, or have none, though the converted layer has one."""
+@pytest.mark.parametrize("parts", [{}, {"decay": False}, {"steady_heads": 1, "rope": False, "longest_half_life": 9.0}], ids=str)
+def test_config_of_a_converted_hybrid(parts):
+    """Layers that stay softmax keep their parts, whatever the converted layer has."""
     import convert_lm
     from model import GPT
 
-    model = tiny(attention="softmax", decay=decay)
+    model, tokens = tiny(attention="softmax", **parts), torch.randint(32, (2, 9))
     fastmax.convert.swap(model, exact_window=4, layers=[0], decay=True)
-    config = convert_lm.config_of(model, 2)
-    again = GPT(config)
+    again = GPT(convert_lm.config_of(model, 2)).double()
     again.load_state_dict(model.state_dict())
     assert [block.attn.attention for block in again.blocks] == ["fastmax", "softmax"]
-    assert [block.attn.decay_proj is None for block in again.blocks] == [False, not decay]
+    torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-9, atol=1e-9)
 
 
 def test_weights_in_bfloat16_keep_the_biases_of_decays():
@@ -581,6 +602,7 @@ def test_a_graph_streams_what_plain_steps_do(options, flush_interval):
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of PyTorch's compiler
 def test_comparison_and_compiled_training_on_a_device(checkpoints, tmp_path):
     import generate
     import train_lm

@@ -702,10 +702,9 @@ def test_figures(tmp_path):
     for name in ("equal-steps", "equal-time", "ablation"):
         rows.append(tmp_path / f"{name}.csv", loss_rows(name))
     rows.append(tmp_path / "recall.csv", recall_rows())
-    growing = [{"setting": "growing", "measure": "whole position"} | {"at": at, "value": 2.0 - at / 64} for at in (32, 64)]
-    rows.append(
-        tmp_path / "free-windows.csv", [row | growing[0] | point for row in loss_rows("ablation")[:1] for point in growing]
-    )
+    growing = {"setting": "growing", "measure": "whole position"}
+    points = [growing | {"lr": lr, "at": at, "value": 2.0 - at / 64} for at in (32, 64) for lr in free_windows.RATES]
+    rows.append(tmp_path / "free-windows.csv", [loss_rows("ablation")[0] | point for point in points])
     written = figures.draw(tmp_path, tmp_path / "figures")
     assert [path.stem for path in written] == [f"learn_{name}" for name in figures.DRAWN if name != "needle"]
     assert all(path.stat().st_size > 5000 for path in written)

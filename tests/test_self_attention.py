@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import FastmaxSelfAttention
-from fastmax.nn import kept_keys, self_attention
+from fastmax.nn import kept_keys
 
 C, N, BLOCK = 24, 13, 3
 FASTMAX = {"exact_window": 4}
@@ -329,18 +329,6 @@ def test_in_place_with_buffered_tokens(option):
     torch.testing.assert_close(torch.cat(outputs, dim=1), layer(x), rtol=1e-8, atol=1e-9)
     with pytest.raises(ValueError, match='flush_interval must be 1 with attention="softmax", got 3'):
         make(**SOFTMAX).init_state(2, flush_interval=3)
-
-
-def test_states_buffer_tokens_by_default_where_they_generate_on_a_gpu(monkeypatch):
-    given = []
-    monkeypatch.setattr(self_attention, "flush_interval_of", lambda *device_and_p: given.append(device_and_p) or 3)
-    layer, linear = make(**FASTMAX), make(**FASTMAX | {"p": 1})
-    with torch.no_grad():
-        assert layer.init_state(2).attention.flush_interval == linear.init_state(2).attention.flush_interval == 3
-        assert layer.init_state(2, flush_interval=1).attention.flush_interval == 1
-        make(**SOFTMAX).init_state(2)
-    assert given == [(torch.device("cpu"), 2), (torch.device("cpu"), 1)]
-    assert layer.init_state(2).attention.flush_interval == 1  # gradients are enabled
 
 
 def test_in_place_leaves_the_state_where_it_refuses():

@@ -346,6 +346,12 @@ def test_buffered_tokens(buffers, options, beams):
         assert torch.equal(generate(model, text, mask, cache), generate(model, text, mask))
 
 
+@pytest.mark.parametrize("kernels, p, expected", [(True, 2, 32), (True, 1, 1), (False, 2, 1)])
+def test_which_states_buffer(kernels, p, expected, monkeypatch):
+    monkeypatch.setattr(cache_module.ops.extension, "expects_kernels", lambda x: kernels)
+    assert cache_module.flush_interval_of(torch.zeros(1), p) == expected
+
+
 @pytest.mark.parametrize("change, rows", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("options", [{}, {"exact_window": 4}], ids=["p = 2", "exact window"])
 def test_batch(change, rows, options):

@@ -35,6 +35,8 @@ def above(rows: pd.DataFrame, variant: str, other: str, **equal: object) -> floa
 def curve(rows: pd.DataFrame, against: str, **equal: object) -> tuple[list[float], list[float]]:
     """Returns means over the seeds of column `against` and of the value, for each `at` that all seeds have."""
     found = where(rows, **equal)
+    if found.duplicated(["at", "seed"]).any():
+        raise LookupError(f"several runs of one seed are in a line: {equal}")
     by_at = found.groupby("at")
     means = by_at[[against, "value"]].mean()[by_at.size() == found["seed"].nunique()]
     return means[against].tolist(), means["value"].tolist()

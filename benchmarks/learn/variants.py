@@ -19,7 +19,7 @@ from benchmarks.learn.examples import model
 SAME_SIZE = 0.02
 SLOW = {"longest_half_life": 65536.0}
 KEPT = {"kept_keys": 256}
-NOPE = {"decay": False, "rope": False}
+NOPE = model.WITHOUT_DECAY | {"rope": False}
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -63,10 +63,12 @@ VARIANTS = {
     "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
     "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
     "hybrid_third": Variant(
-        "p = 2, all parts; softmax without decay in every third layer", every=3, softmax_parts=model.WITHOUT_DECAY
+        "p = 2, all parts; softmax (`flash_attention`) without decay in every third layer",
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
     ),
     "hybrid_early": Variant("p = 2, all parts; softmax in layers 2 and 6 of 8", softmax_layers=(1, 5), as_large_as="p2_all"),
-    "hybrid_middle": Variant("p = 2, all parts; softmax in layers 3 and 6 of 8", softmax_layers=(2, 5), as_large_as="p2_all"),
+    "hybrid_middle": Variant("p = 2, all parts; softmax in every third layer", every=3, as_large_as="p2_all"),
     "hybrid_one": Variant("p = 2, all parts; softmax in layer 3 of 8", softmax_layers=(2,), as_large_as="p2_all"),
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
@@ -160,8 +162,8 @@ VARIANTS = {
         layers={"fastmax": partial(memories.KeptKeys, block=256, fades=False)},
     ),
     "hybrid_kept_steady": Variant(
-        "input gate, 256 keys kept by gate for 256 queries, without decay; softmax in layers 3 and 6 of 8",
-        softmax_layers=(2, 5),
+        "input gate, 256 keys kept by gate for 256 queries, without decay; softmax in every third layer",
+        every=3,
         layers={"fastmax": partial(memories.KeptKeys, block=256, fades=False)},
     ),
     "kept_keys": Variant("p = 2, all parts, 256 kept keys", parts=KEPT),
@@ -195,63 +197,63 @@ VARIANTS = {
         "p = 2, all parts, 1024 kept keys, half as many heads", parts=KEPT | {"kept_keys": 1024}, wide=True
     ),
     "hybrid_kept_keys": Variant(
-        "p = 2, all parts, 256 kept keys; softmax in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys; softmax in every third layer",
         parts=KEPT,
-        softmax_layers=(2, 5),
+        every=3,
         as_large_as="p2_all",
     ),
     "hybrid_kept_keys_steady": Variant(
-        "p = 2, all parts, 256 kept keys, half of the heads without decay at first; softmax in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys, half of the heads without decay at first; softmax in every third layer",
         parts=KEPT,
-        softmax_layers=(2, 5),
+        every=3,
         steady=True,
         as_large_as="p2_all",
     ),
     "hybrid_nope": Variant(
-        "p = 2, all parts; softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
-        softmax_layers=(2, 5),
+        "p = 2, all parts; softmax without decay, rotation (SDPA) in every third layer",
+        every=3,
         softmax_parts=NOPE,
         sdpa=True,
     ),
     "hybrid_kept_keys_nope": Variant(
-        "p = 2, all parts, 256 kept keys; softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys; softmax without decay, rotation (SDPA) in every third layer",
         parts=KEPT,
-        softmax_layers=(2, 5),
+        every=3,
         softmax_parts=NOPE,
         sdpa=True,
     ),
     "hybrid_kept_keys_nope_256": Variant(
-        "p = 2, all parts, 256 kept keys, exact window of 256; softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys, exact window of 256; softmax without decay, rotation (SDPA) in every third layer",
         parts=KEPT | {"exact_window": 256},
-        softmax_layers=(2, 5),
+        every=3,
         softmax_parts=NOPE,
         sdpa=True,
     ),
     "hybrid_kept_keys_nope_steady": Variant(
         "p = 2, all parts, 256 kept keys, half of the heads without decay at first; "
-        "softmax without decay, rotation (SDPA) in layers 3 and 6 of 8",
+        "softmax without decay, rotation (SDPA) in every third layer",
         parts=KEPT,
-        softmax_layers=(2, 5),
-        softmax_parts=NOPE | {"steady_heads": 0},
+        every=3,
+        softmax_parts=NOPE,
         steady=True,
         sdpa=True,
     ),
     "hybrid_kept_keys_256": Variant(
-        "p = 2, all parts, 256 kept keys, exact window of 256; softmax in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys, exact window of 256; softmax in every third layer",
         parts=KEPT | {"exact_window": 256},
-        softmax_layers=(2, 5),
+        every=3,
     ),
     "hybrid_sdpa": Variant(
-        "p = 2, all parts; softmax without decay (SDPA) in layers 3 and 6 of 8",
-        softmax_layers=(2, 5),
-        softmax_parts={"decay": False},
+        "p = 2, all parts; softmax without decay (SDPA) in every third layer",
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
         sdpa=True,
     ),
     "hybrid_kept_keys_sdpa": Variant(
-        "p = 2, all parts, 256 kept keys; softmax without decay (SDPA) in layers 3 and 6 of 8",
+        "p = 2, all parts, 256 kept keys; softmax without decay (SDPA) in every third layer",
         parts=KEPT,
-        softmax_layers=(2, 5),
-        softmax_parts={"decay": False},
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
         sdpa=True,
     ),
     "kept_alone": Variant(

@@ -72,7 +72,6 @@ def backend_of(name: str) -> AbstractContextManager:
     return nullcontext() if backend is None else sdpa_kernel(backend)
 
 
-@torch.no_grad()
 def after_context(name: str, case: Case, device: torch.device) -> tuple[nn.Module, list]:
     """Returns an untrained model and its states after the context. A cache holds random keys and values."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -82,7 +81,7 @@ def after_context(name: str, case: Case, device: torch.device) -> tuple[nn.Modul
     if gpt.config.attention == "softmax":
         return gpt, [generate.cache_of_noise(state, case.tokens) for state in gpt.init_states(case.batch)]
     prompt = torch.randint(gpt.config.vocab_size, (case.batch, min(case.tokens, LONGEST_READ)), device=device)
-    return gpt, generate.read(gpt, prompt, gpt.init_states(case.batch))[1]
+    return gpt, generate.read(gpt, prompt, generate.init_states(gpt, case.batch))[1]
 
 
 def generating(gpt: nn.Module, states: list, tokens: int) -> tuple[nn.Module, list]:

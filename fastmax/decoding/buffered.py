@@ -17,13 +17,6 @@ from fastmax.core.call import Call
 from fastmax.decoding.state import DecodeState, width_of_keys
 from fastmax.prepare.bounds import with_bounds
 
-FLUSH_INTERVAL = 32  # tokens that a state on a GPU buffers: most steps then only read it (docs/cuda.md)
-
-
-def flush_interval_of(device: torch.device, p: int) -> int:
-    """Returns the flush interval of a state. A buffer saves memory traffic on a GPU; a state of p = 1 is as small as one."""
-    return FLUSH_INTERVAL if device.type == "cuda" and p == 2 else 1
-
 
 def flushed(state: DecodeState) -> DecodeState:
     """Returns the state without a buffer: buffered tokens are added to the sums, and the last W remain. Differentiable."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fastmax import decoding, eager, ops
 from fastmax.core import validation
 from fastmax.decoding import DecodeState
-from fastmax.decoding.buffered import flush_interval_of
 from fastmax.decoding.parallel_prefill import prefill_with_lse
 from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.functional import fastmax_attention, flash_attention
@@ -364,7 +363,7 @@ class FastmaxSelfAttention(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        flush_interval: int | None = None,
+        flush_interval: int = 1,
     ) -> SelfAttentionState:
         """Returns an empty state for generation: no tokens seen.
 
@@ -373,8 +372,7 @@ class FastmaxSelfAttention(nn.Module):
             dtype: dtype of q, k and v. None: that of the weights. Under autocast they are cast to it.
             device: None: that of the weights.
             flush_interval: number of tokens that `step_` buffers before it updates the sums of the state, as in
-                `fastmax.decoding.init_state`. 1: no buffer. None: 32 for p = 2 on a GPU where gradients are
-                disabled, as in generation; otherwise 1.
+                `fastmax.decoding.init_state`. 1: no buffer.
 
         Raises:
             TypeError, ValueError: an argument is invalid; `flush_interval` is above 1 in a softmax layer.
@@ -386,17 +384,13 @@ class FastmaxSelfAttention(nn.Module):
         sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
         state: DecodeState | KeyValueCache
         if self.attention == "softmax":
-            if flush_interval is not None:
-                validation.check_count("flush_interval", flush_interval)
-            if flush_interval not in (None, 1):
+            validation.check_count("flush_interval", flush_interval)
+            if flush_interval != 1:
                 raise ValueError(f'flush_interval must be 1 with attention="softmax", got {flush_interval}')
             state = KeyValueCache.empty(*sizes, dtype, device, self.window)
         else:
-            options = {name: x for name, x in self.options.items() if name != "algorithm"}
-            if flush_interval is None:  # training in pieces never steps, and would flush an empty buffer for each piece
-                generates = not torch.is_grad_enabled()
-                flush_interval = flush_interval_of(torch.device(device), self.options["p"]) if generates else 1
-            state = decoding.init_state(*sizes, dtype=dtype, device=device, flush_interval=flush_interval, **options)
+            options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
+            state = decoding.init_state(*sizes, dtype=dtype, device=device, **options)
             if self.input_gate_proj is not None:
                 state = state.with_gates()  # a CUDA graph of `step_` cannot add them
         recent = None

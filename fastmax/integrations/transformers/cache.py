@@ -16,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin
 from fastmax import ops
 from fastmax.core import validation
 from fastmax.decoding import DecodeState, init_state, prefill, step, step_
-from fastmax.decoding.buffered import flush_interval_of
 from fastmax.decoding.parallel_prefill import prefill_with_lse
 from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
@@ -25,6 +24,7 @@ from fastmax.integrations.transformers.unreadable import Unreadable
 from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens, included_after
 from fastmax.prepare.padding import RealFirst
 
+FLUSH_INTERVAL = 32  # tokens that a state of CUDA kernels buffers: most steps then only read it (docs/cuda.md)
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # they do not change what a state holds
 _KEPT = ("keys", "values", "conv_states", "recurrent_states")  # attributes of transformers' layers: tensors, or dicts of them
 _GOES_FORWARD = (
@@ -232,7 +232,7 @@ class FastmaxLayer(CacheLayerMixin):
         sizes = batch, kv_heads, head_dim, value.shape[3]
         options = {name: value for name, value in self.options.items() if name != "log_decay"}  # each call brings its own
         kept = options.pop("kept_keys", 0)
-        flush_interval = flush_interval_of(query.device, options.get("p", 2))
+        flush_interval = flush_interval_of(query, options.get("p", 2))
         self.state = init_state(*sizes, dtype=dtype, device=query.device, flush_interval=flush_interval, **options)
         if kept > 0:
             keys = KeptKeys.empty(*sizes, dtype, query.device, kept, options["exact_window"])
@@ -386,6 +386,15 @@ def kept_options(kept: int, options: dict) -> KeptOptions:
     given = {"normalize": options.get("normalize") or None, "lim": options.get("lim", validation.DEFAULT_LIM)}
     scale, custom = 1.0 / options["temperature"], options.get("use_custom_gradient", True)
     return KeptOptions(kept, options["exact_window"], scale, custom, **given)
+
+
+def flush_interval_of(query: Tensor, p: int) -> int:
+    """Returns the flush interval of a state.
+
+    A buffer saves memory traffic of CUDA kernels. PyTorch operations on a GPU would flush it in every step. A state of p = 1 is
+    as small as a buffer.
+    """
+    return FLUSH_INTERVAL if p == 2 and ops.extension.expects_kernels(query) else 1
 
 
 def _can_overwrite(state: DecodeState) -> bool:
