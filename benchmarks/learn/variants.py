@@ -84,7 +84,7 @@ VARIANTS = {
     "p2_wide_steady": Variant(
         "p = 2, all parts, half as many heads, half of them without decay at first", wide=True, steady=True
     ),
-    "softmax_without_decay": Variant("softmax, same parts but decay", "softmax", {"decay": False}, as_large_as="p2_all"),
+    "softmax_without_decay": Variant("softmax, same parts except decay", "softmax", {"decay": False}, as_large_as="p2_all"),
     "softmax_steady": Variant(
         "softmax, same parts, half of the heads without decay at first", "softmax", steady=True, as_large_as="p2_all"
     ),
@@ -275,7 +275,7 @@ VARIANTS = {
     ),
     # Softmax by PyTorch's kernels
     "softmax_sdpa": Variant("softmax (SDPA)", "softmax", PLAIN, sdpa=True),
-    "softmax_parts_sdpa": Variant("softmax, same parts but decay (SDPA)", "softmax", {"decay": False}, sdpa=True),
+    "softmax_parts_sdpa": Variant("softmax, same parts except decay (SDPA)", "softmax", {"decay": False}, sdpa=True),
     # 5 width^2 weights per layer, as in p2_all, with the authors' proportions: values are twice as wide as keys
     "fla_gla": Variant(
         "GLA (FLA)",
