@@ -48,7 +48,9 @@ MODEL = replace(
     final=16,
 )
 GROWING = ((0.0, 1024), (0.5, 4096), (0.75, 16384), (0.9, 65536))
-SCHEDULES = {f"{length // 1024}k": ((0.0, length),) for length in (1024, 4096, 16384, 65536)} | {"growing": GROWING}
+SOONER = ((0.0, 1024), (0.4, 4096), (0.6, 16384), (0.7, 65536))  # three times as long on the longest windows
+SCHEDULES = {f"{length // 1024}k": ((0.0, length),) for length in (1024, 4096, 16384, 65536)}
+SCHEDULES |= {"growing": GROWING, "growing sooner": SOONER}
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 FACTS = ", facts"  # ends the names of settings with facts
 SETTINGS = {name: Setting(MODEL, windows) for name, windows in SCHEDULES.items()} | {
