@@ -348,7 +348,7 @@ def test_all_blocks_are_softmax():
 
 
 @pytest.mark.parametrize("polynomial", [False, True])
-@pytest.mark.parametrize("by", [memories.mass_of_blocks, memories.score_of_mean_key])
+@pytest.mark.parametrize("by", [memories.mass_of_blocks, memories.softmax_weight_of_blocks, memories.score_of_mean_key])
 def test_chosen_blocks(by, polynomial, monkeypatch):
     monkeypatch.setattr(memories, "BLOCK", 3)
     monkeypatch.setattr(memories, "CHUNK", 2)  # queries are measured eight at a time
@@ -365,11 +365,14 @@ def test_chosen_blocks(by, polynomial, monkeypatch):
         measured = []
         for block in range(whole):
             js = range(3 * block, 3 * block + 3)
-            if by is memories.mass_of_blocks:
-                each = [f(q[b, h, i] @ k[b, h, j] * layer.scale) * log_decay[b, h, j + 1 : i + 1].sum().exp() for j in js]
-                measured.append(sum(each).item())
-            else:
+            if by is memories.score_of_mean_key:
                 measured.append((q[b, h, i] @ k[b, h, list(js)].mean(0)).item())
+            else:
+                of_score = f if by is memories.mass_of_blocks else torch.exp
+                each = [
+                    of_score(q[b, h, i] @ k[b, h, j] * layer.scale) * log_decay[b, h, j + 1 : i + 1].sum().exp() for j in js
+                ]
+                measured.append(sum(each).item())
         best = sorted(range(whole), key=lambda block: -measured[block])[:2]
         return {j for j in range(i + 1) if j >= 3 * whole or j // 3 in best}
 

@@ -744,6 +744,12 @@ def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Te
     return (f(s) * log_weight.exp()).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
+def softmax_weight_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:
+    """As `mass_of_blocks`, with exp of the scores in place of f: the blocks that softmax weighs most."""
+    s = (q @ k.mT).to(log_weight.dtype) * scale
+    return (s + log_weight).exp().unflatten(-1, (-1, BLOCK)).sum(-1)
+
+
 def score_of_mean_key(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:
     """As `mass_of_blocks`: exp of the scores of the blocks' mean keys, without decays."""
     return (scale * (q @ k.unflatten(2, (-1, BLOCK)).mean(3).mT)).to(log_weight.dtype).exp()

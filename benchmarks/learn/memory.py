@@ -68,7 +68,7 @@ CHOSEN = (
     *("kept_keys_wide_128", "kept_keys_512", "kept_keys_wide_1024"),
     *("kept", "kept_256", "kept_wide", "kept_alone", "kept_residual"),
     *("kept_steady", "kept_steady_512", "kept_steady_wide", "hybrid_kept_steady"),
-    *("hybrid_blocks", "hybrid_blocks_mean", "blocks"),
+    *("hybrid_blocks", "hybrid_blocks_exp", "hybrid_blocks_mean", "blocks"),
 )
 DELTA = ("delta_values", "delta", "delta_keys")
 DELTA_IN_CHUNKS = ("delta_values_in_chunks", "softmax_delta_in_chunks")

@@ -268,6 +268,11 @@ VARIANTS = {
         every=4,
         layers={"softmax": partial(memories.ChosenBlocks, near_keys=128)},
     ),
+    "hybrid_blocks_exp": Variant(
+        "hybrid, 8 blocks of 64 by softmax weight in its softmax layers",
+        every=4,
+        layers={"softmax": partial(memories.ChosenBlocks, near_keys=128, by=memories.softmax_weight_of_blocks)},
+    ),
     "hybrid_blocks_mean": Variant(
         "hybrid, 8 blocks of 64 by mean key in its softmax layers",
         every=4,
