@@ -314,6 +314,11 @@ def test_training_in_pieces_is_training_at_once(options, texts, tmp_path, monkey
     with pytest.raises(SystemExit):  # of other settings
         train_lm.main([*command, "--lr", "0.1", "--out", str(pieces)])
     assert "lr was 0.002, is 0.1" in capsys.readouterr().err
+    in_pieces["config"]["softmax_parts"] = {"conv": 0}
+    torch.save(in_pieces, pieces / "checkpoint.pt")
+    with pytest.raises(SystemExit):
+        train_lm.main([*command, "--out", str(pieces)])
+    assert "its model has another config" in capsys.readouterr().err
 
 
 def test_a_library_that_handles_signals_does_not_prevent_a_checkpoint(texts, tmp_path, monkeypatch):
