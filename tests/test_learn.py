@@ -97,7 +97,7 @@ MEASURES = {
     "equal-time": ("softmax_sdpa", {"train", "val", "position", "last_quarter", "loss"}),
     "free-windows": (
         "p2_all",
-        {"train", "val", *(f"{way}{what}" for way in ("whole", "near") for what in ("", " position", " needle"))},
+        {"train", "val", "within", *(f"{way}{what}" for way in ("whole", "near") for what in ("", " position", " needle"))},
     ),
     "large": ("kept_keys_wide_steady", {"train", "val", "position", "loss"}),
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
@@ -491,10 +491,10 @@ def test_bytes_are_predicted_from_those_near(text):
     model = replace(TINY, context=256)
     batches = data.validation_windows(held_out, 256, 1, 3)
     setting = free_windows.Setting(model, ((0.0, 32), (0.5, 64)))
-    near = free_windows._near(Place(), setting, batches)
+    near = free_windows._within(Place(), setting, batches, setting.longest)
     expected = torch.arange(256)
     assert torch.equal(near, torch.where(expected < 64, expected + 1, expected % 32 + 33).double())
-    whole = free_windows._near(Place(), replace(setting, windows=((0.0, 256),)), batches)
+    whole = free_windows._within(Place(), setting, batches, 256)
     assert torch.equal(whole, free_windows._by_position(Place(), setting, batches)) and torch.equal(whole, expected + 1.0)
 
 
@@ -622,17 +622,19 @@ def test_page_of_free_windows(tmp_path):
     """Schedules of windows side by side, in a table for texts with facts and one for those without."""
     key = {"variant": "p2_all", "seed": 1, "seconds": 60.0, "tokens": 4e6, "device": "CPU", "torch": "2", "commit": "abc"}
     values = {("whole", 64): 1.5, ("whole position", 32): 1.4, ("whole position", 64): 1.2, ("near", 64): 1.6}
+    limited = {("within", 1024): 1.75}
     facts = {("whole needle", 16): 100.0, ("whole needle", 64): 12.5}
     found = [
         key | {"setting": setting, "lr": lr, "measure": measure, "at": at, "value": x}
-        for setting, measured in (("1k", values), ("growing", values), ("1k, facts", values | facts))
+        for setting, measured in (("1k", values | limited), ("growing", values), ("1k, facts", values | facts))
         for lr in (1e-3, 2e-3)
         for (measure, at), x in measured.items()
     ]
     text = text_of("free-windows", found, tmp_path)
     without, with_facts = text.split("With facts. ")
     line = "| p = 2, all parts | 2e-03 | 1 | 60 | 4.0 M | 1.500 | 1.200 | 1.600 |"
-    assert without.count("| 1k " + line) == without.count("| growing " + line) == 1
+    assert without.count(f"| 1k {line} 1.750 |") == without.count(f"| growing {line}  |") == 1
+    assert "| loss within 1k |" in without
     assert f"| 1k {line} 100% | 12% |" in with_facts and "| growing" not in with_facts
     slow = [row | {"seconds": 90.0} if row["setting"] == "growing" else row for row in found]
     with pytest.raises(LookupError, match="runs of 60 and of 90 s of training are not of equal time"):

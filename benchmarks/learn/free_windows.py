@@ -2,7 +2,8 @@
 
 The models train on source trees (`trees`), on windows of one length or of growing ones. Every step has the same number of
 bytes. A trained model is tested on windows of 64k in two ways: each byte from all bytes of the window before it ("whole"), and
-from at most as many as the longest training window has ("near"). In settings with facts a quarter of the bytes are facts as in
+from at most as many as the longest training window has ("near"). The losses with shorter contexts ("within") tell how much far
+context lowers them. In settings with facts a quarter of the bytes are facts as in
 `needle`, and facts are searched in texts of several lengths, in the same two ways.
 """
 
@@ -31,6 +32,7 @@ class Setting:
     facts: float = 0.0  # share of bytes that are facts
     lengths: tuple[int, ...] = ()  # of texts in which facts are searched
     texts: int = 64  # per length
+    limits: tuple[int, ...] = (1024, 4096, 16384)  # contexts of the losses "within"
 
     @property
     def longest(self) -> int:
@@ -60,8 +62,8 @@ TRIED = replace(
     MODEL, n_layer=4, n_head=2, n_embd=64, context=256, batch=4, window=16, rows=1000, validation=4, final=4, bf16=False
 )
 TRIALS = {  # without a GPU
-    "trial": Setting(TRIED, ((0.0, 64), (0.5, 256))),
-    "trial, facts": Setting(TRIED, ((0.0, 64), (0.5, 256)), facts=0.25, lengths=(64, 256), texts=4),
+    "trial": Setting(TRIED, ((0.0, 64), (0.5, 256)), limits=(64,)),
+    "trial, facts": Setting(TRIED, ((0.0, 64), (0.5, 256)), facts=0.25, lengths=(64, 256), texts=4, limits=(64,)),
 }
 COMPARED = ("p2_all", "kept_keys", "hybrid", "softmax_sdpa", "softmax_parts", "softmax_parts_sdpa")
 HYBRIDS = ("hybrid_sdpa", "hybrid_kept_keys_sdpa")
@@ -126,11 +128,15 @@ def _windows(held_out: Tensor, setting: Setting, count: int) -> list[text.Batch]
 @torch.no_grad()
 def _test(gpt: nn.Module, setting: Setting, held_out: Tensor) -> Iterator[Row]:
     """Yields rows of "whole" and "near" losses, whose `at` is the length of the window, and by position "whole position" and
-    "near position"; and of facts found, "whole needle" and "near needle", whose `at` is the length of the text."""
-    for name, loss in (("whole", _by_position), ("near", _near)):
-        losses = loss(gpt, setting, _windows(held_out, setting, setting.model.final))
+    "near position"; of the losses "within", whose `at` is the largest context; and of facts found, "whole needle" and "near
+    needle", whose `at` is the length of the text."""
+    batches = _windows(held_out, setting, setting.model.final)
+    for name, context in (("whole", setting.model.context), ("near", setting.longest)):
+        losses = _within(gpt, setting, batches, context)
         yield from language.position_rows(losses, f"{name} position")
         yield {"measure": name, "at": len(losses), "value": losses.mean().item()}
+    for context in setting.limits:
+        yield {"measure": "within", "at": context, "value": _within(gpt, setting, batches, context).mean().item()}
     for length in setting.lengths:
         drawn = data.generator(held_out.device, needle.TEST_SEED)
         texts = data.windows(held_out, length, setting.texts, drawn, needle.with_question).tokens
@@ -140,9 +146,9 @@ def _test(gpt: nn.Module, setting: Setting, held_out: Tensor) -> Iterator[Row]:
             yield {"measure": f"{name} needle", "at": length, "value": 100 * torch.cat(right).double().mean().item()}
 
 
-def _near(gpt: nn.Module, setting: Setting, batches: list[text.Batch]) -> Tensor:
-    """Returns losses with at most `setting.longest` bytes of context: windows overlap by half, and the second half counts."""
-    length, whole = setting.longest, setting.model.context
+def _within(gpt: nn.Module, setting: Setting, batches: list[text.Batch], length: int) -> Tensor:
+    """Returns losses with at most `length` bytes of context: windows overlap by half, and the second half counts."""
+    whole = setting.model.context
     if length == whole:
         return _by_position(gpt, setting, batches)
     half = length // 2

@@ -85,11 +85,12 @@ def _check_time(ends: pd.DataFrame) -> None:
 def free_windows(found: pd.DataFrame) -> Lines:
     """A line for each schedule of windows, attention and learning rate: losses in windows of 64k, and facts found."""
     _check_time(where(found, measure="whole"))
-    lengths = sorted(where(found, measure="whole needle")["at"].unique())
+    lengths, limits = (sorted(where(found, measure=measure)["at"].unique()) for measure in ("whole needle", "within"))
     last = where(found, measure="whole position")["at"].max()
     yield [
         *("training windows", "attention", "learning rate", "seeds", "seconds", "tokens", "loss", "of the last 32nd"),
-        *("loss within a training window", *(f"facts, {tokens_of(n)}" for n in lengths)),
+        *("loss within a training window", *(f"loss within {n // 1024}k" for n in limits)),
+        *(f"facts, {tokens_of(n)}" for n in lengths),
     ]
     for setting in found["setting"].unique():
         here = where(found, setting=setting)
@@ -98,10 +99,14 @@ def free_windows(found: pd.DataFrame) -> Lines:
                 own = where(here, variant=name, lr=lr)
                 seconds, tokens = where(own, measure="whole")[["seconds", "tokens"]].mean()
                 measured = {"whole": {}, "whole position": {"at": last}, "near": {}}
-                losses = [spread(seed_values(own, measure=measure, **at), "{:.3f}") for measure, at in measured.items()]
+                losses = [seed_values(own, measure=measure, **at) for measure, at in measured.items()]
+                cells = [spread(values, "{:.3f}") for values in losses]
+                for n in limits:  # not every run has them
+                    within = where(own, measure="within", at=n)
+                    cells.append("" if within.empty else spread(seed_values(within), "{:.3f}"))
                 facts = [f"{seed_values(own, measure='whole needle', at=n).mean():.0f}%" for n in lengths]
                 counts = [f"{lr:.0e}", str(own["seed"].nunique()), f"{seconds:.0f}", million(tokens)]
-                yield [setting.removesuffix(FACTS), title, *counts, *losses, *facts]
+                yield [setting.removesuffix(FACTS), title, *counts, *cells, *facts]
 
 
 def ablation(found: pd.DataFrame) -> Lines:
