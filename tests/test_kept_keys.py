@@ -711,6 +711,13 @@ def test_state_of_parts_is_that_of_the_whole(seed):
 
 
 @torch.no_grad()
+def test_compiled_code_views_whole_blocks(monkeypatch):
+    """Exported programs index the queries of blocks, which copies them; compiled ones must not."""
+    monkeypatch.setattr(kept_keys, "_IndexedBlocks", None)
+    layer, x = make(**LAYER), tokens(2, LONG)
+    close(torch.compile(layer, backend="eager")(x), layer(x))
+
+
 def test_exported_with_any_number_of_tokens():
     """An exported program takes any number of tokens above the block size and the window, if its example had so many."""
     layer = make(**LAYER)

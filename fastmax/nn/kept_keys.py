@@ -229,7 +229,7 @@ def attend(tokens: LayerTokens, options: KeptOptions, cu_seqlens: Tensor | None 
         return None
     log_factor, sums = _log_factors(tokens.gate, log_decay)
     blocks: _Blocks
-    if cu_seqlens is None and torch.compiler.is_exporting():  # views of blocks have other strides where B divides n
+    if cu_seqlens is None and _is_exporting():  # views of blocks have other strides where B divides n
         earlier = torch.arange((n + _BLOCK - 1) // _BLOCK, device=device)
         begin, none = (earlier * _BLOCK).unsqueeze(0), torch.zeros(1, 1, dtype=torch.int64, device=device)
         blocks = _IndexedBlocks(window, begin, none, none + n, none, torch.arange(n, device=device).unsqueeze(0))
@@ -401,6 +401,11 @@ def _slots_at(known: KeptKeys, index: Tensor) -> KeptKeys:
     state = known.map(lambda x: x.gather(2, eager.slots_like(index, x)).masked_fill(eager.slots_like(free, x), 0))
     state.positions = state.positions.masked_fill(free, -1)
     return state
+
+
+def _is_exporting() -> bool:
+    """Returns whether this is `torch.export`. In code that Dynamo compiles, PyTorch 2.11 says so of `torch.compile` too."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _log_factors(gate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor | None]:
