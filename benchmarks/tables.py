@@ -503,7 +503,7 @@ def ring_hides(results: Results) -> str:
     return ", ".join(least)
 
 
-# ---- docs/quality.md: what is learned
+# ---- docs/quality.md, docs/far_keys.md: what is learned
 
 
 @as_table()

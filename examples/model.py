@@ -21,7 +21,7 @@ from fastmax.nn.self_attention_state import SelfAttentionState
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
 OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}
 OF_FASTMAX |= {"input_gate", "kept_keys"}  # and those before are not of softmax
-WITHOUT_DECAY = {"decay": False, "steady_heads": 0}  # for the softmax layers of a hybrid (docs/quality.md)
+WITHOUT_DECAY = {"decay": False, "steady_heads": 0}  # for the softmax layers of a hybrid (docs/far_keys.md)
 LOGITS = 8192 * 50304  # at most this many in memory at a time in the loss: 1.5 GiB, and the same for their gradient
 
 

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/quality.md from the rows of the experiments. A section without a CSV says so."""
+"""Makes the tables of docs/quality.md and docs/far_keys.md from the rows of experiments. A section without a CSV says so."""
 
 from __future__ import annotations
 
