@@ -31,7 +31,7 @@ import fastmax
 from benchmarks import report
 from benchmarks.learn import pages
 from benchmarks.learn.free_windows import SHOWN
-from benchmarks.learn.results import above, seed_values
+from benchmarks.learn.results import above, in_order, seed_values
 from benchmarks.registry import SUSTAINED
 from benchmarks.report import where
 from benchmarks.roofline import COPY, MATMUL
@@ -373,13 +373,9 @@ def layer_cost(results: Results) -> str:
     losses |= {name: also[name] for name in ("kept_keys", "hybrid_sdpa") if name in also}
     steps = results.rows("layer")
     steps = steps[steps["case"].str.startswith("GPT 25M bf16")]
-    times = steps.pivot(index="provider", columns="tokens", values="median").reindex(titles)
+    times = steps.pivot(index="provider", columns="tokens", values="median")
     lines = []
-    if unknown := set(steps["provider"]) - titles.keys():
-        raise LookupError(f"layer.csv has layers without a title: {', '.join(sorted(unknown))}")
-    for name, title in titles.items():
-        if name not in set(steps["provider"]):
-            continue
+    for name, title in in_order(steps, titles, "provider").items():
         own = zip(times.loc[name], times.loc["softmax_sdpa"], strict=True)
         cells = ("" if math.isnan(ms) else f"{number(ms)} ({gain(softmax / ms)})" for ms, softmax in own)
         lines.append([title, f"{losses[name]:.3f}" if name in losses else "", *cells])

@@ -1124,11 +1124,9 @@ def test_buffered_step(window, flush_interval, buffered, d, dv, h, hk, dtype, li
 @pytest.mark.parametrize("dv", [64, 5])
 def test_merge_in_place(dv, library):
     given = operands("cpu", dv=dv, dtype=torch.bfloat16)
-    given[1][..., ::5], given[3][..., ::7], given[3][..., 3] = (
-        -torch.inf,
-        0,
-        -1.0,
-    )  # no local keys, no global ones, a negative sum
+    given[1][..., ::5] = -torch.inf  # no local keys
+    given[3][..., ::7] = 0  # no global ones
+    given[3][..., 3] = -1.0  # a negative sum
     o, lse = merged_in_place(*given)
     o[given[3] == 0], lse[given[3] == 0] = given[0][given[3] == 0].double(), given[1][given[3] == 0].double()
     for schedule in (0, 1, 2, 3):

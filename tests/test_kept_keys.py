@@ -710,7 +710,6 @@ def test_state_of_parts_is_that_of_the_whole(seed):
     close(got.tensors(), expected.tensors())
 
 
-@torch.no_grad()
 def test_compiled_code_views_whole_blocks(monkeypatch):
     """Exported programs index the queries of blocks, which copies them; compiled ones must not."""
     monkeypatch.setattr(kept_keys, "_IndexedBlocks", None)
@@ -718,6 +717,7 @@ def test_compiled_code_views_whole_blocks(monkeypatch):
     close(torch.compile(layer, backend="eager")(x), layer(x))
 
 
+@torch.no_grad()
 def test_exported_with_any_number_of_tokens():
     """An exported program takes any number of tokens above the block size and the window, if its example had so many."""
     layer = make(**LAYER)

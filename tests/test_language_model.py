@@ -258,7 +258,7 @@ def test_defaults_are_those_of_the_device(monkeypatch):
     assert args.dtype == "float32" and args.contexts == [8]
 
 
-def test_softmax_layers_of_hybrids_have_no_decay_unless_all_layers_are_softmax(tmp_path):
+def test_softmax_layers_of_hybrids_have_no_decay_unless_all_layers_are_softmax():
     import train_lm
 
     small = ["--n-layer", "3", "--n-head", "2", "--n-embd", "16", "--every", "3"]

@@ -8,8 +8,7 @@ several commands at a time, each with its GPU (CUDA_VISIBLE_DEVICES), share the 
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.learn equal-steps --budget 540 &
 
 `collect --from FOLDER` adds the runs of another machine to those in OUT. `figures` draws figures of the results in OUT into
-docs/figures/. Then `python -m benchmarks.tables` writes the tables of docs/quality.md and
-docs/far_keys.md.
+docs/figures/. Then `python -m benchmarks.tables` writes the tables of docs/quality.md and docs/far_keys.md.
 
 experiments:
 """

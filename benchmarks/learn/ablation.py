@@ -12,7 +12,7 @@ ABLATED = ("p2_all", "softmax_near", *(name for name in VARIANTS if name.startsw
 
 
 def runs(device: torch.device) -> list[Run]:
-    return equal_steps.runs_of(ABLATED, device)
+    return equal_steps.runs_of(ABLATED, equal_steps.setting_of(device))
 
 
 EXPERIMENT = Experiment(__doc__, runs, equal_steps.execute)

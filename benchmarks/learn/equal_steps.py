@@ -35,6 +35,7 @@ SETTINGS = {
 }
 OURS = ("softmax", "softmax_parts", "p2_all", "hybrid", "p2_wide", "softmax_wide", "p2", "p2_decay", "p2_window", "p1_all")
 OF_124M = ("softmax_parts", "kept_keys", "p2_all", "softmax")
+SECONDS = {"25M": 75.0, "124M": 200.0, "0.8M": 150.0}
 THEIRS = ("fla_gla", "fla_gdn", "fla_based_window")
 
 
@@ -44,13 +45,13 @@ def setting_of(device: torch.device) -> str:
 
 def runs(device: torch.device) -> list[Run]:
     if device.type != "cuda":
-        return runs_of(OURS, device)
-    return [*runs_of((*OURS, *THEIRS), device), *(Run(variant, "124M", SETTINGS["124M"].lr, 1, 200.0) for variant in OF_124M)]
+        return runs_of(OURS, setting_of(device))
+    return [*runs_of((*OURS, *THEIRS), setting_of(device)), *runs_of(OF_124M, "124M")]
 
 
-def runs_of(variants: Iterable[str], device: torch.device) -> list[Run]:
-    name, seconds = setting_of(device), 75.0 if device.type == "cuda" else 150.0
-    return [Run(variant, name, SETTINGS[name].lr, 1, seconds + VARIANTS[variant].tuning) for variant in variants]
+def runs_of(variants: Iterable[str], name: str) -> list[Run]:
+    """Returns runs of variants in the setting of a name."""
+    return [Run(variant, name, SETTINGS[name].lr, 1, SECONDS[name] + VARIANTS[variant].tuning) for variant in variants]
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:

@@ -28,11 +28,12 @@ def draw(results: Path, figures: Path = FIGURES) -> list[Path]:
             print(f"{name}: no {experiment}.csv in {results}")
             continue
         found = read_csv(results / f"{experiment}.csv")
-        if name == "free_windows" and where(found, **SHOWN).empty:
-            print(f"{name}: no rows of {SHOWN} in {results}")
+        figure = function(found)
+        if figure is None:
+            print(f"{name}: {experiment}.csv in {results} has no rows of the figure")
             continue
         path = figures / f"learn_{name}.png"
-        _save(function(found), found, path)
+        _save(figure, found, path)
         print(f"wrote {path}")
         written.append(path)
     return written
@@ -116,10 +117,11 @@ def equal_time_position(found: pd.DataFrame):
 
 
 def free_windows(found: pd.DataFrame):
-    """The loss by position of models that trained on growing windows."""
-    return _lines(
-        where(found, **SHOWN), "whole position", "at", "position in a window of 64k", "loss, nats per byte", columns=1
-    )
+    """The loss by position of models that trained on growing windows; None if there are no such models."""
+    shown = where(found, **SHOWN)
+    if shown.empty:
+        return None
+    return _lines(shown, "whole position", "at", "position in a window of 64k", "loss, nats per byte", columns=1)
 
 
 def needle(found: pd.DataFrame):
@@ -151,7 +153,7 @@ def recall(found: pd.DataFrame):
     return _with_legend(figure)
 
 
-# Name of an image -> the experiment whose rows it shows, and the function that draws it
+# Name of an image -> the experiment whose rows it shows, and the function that draws it, or returns None if it has no rows
 DRAWN: dict[str, tuple[str, Callable]] = {
     "equal_steps": ("equal-steps", equal_steps),
     "equal_time": ("equal-time", equal_time),

@@ -729,8 +729,8 @@ class ExactBlocks(ChosenBlocks):
     LOG_WEIGHT = staticmethod(chosen_or_polynomial)
 
 
-def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:
-    """Returns the sums of exp(log_weight) f(s) over blocks of keys, for some queries.
+def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float, weight: Callable = f) -> Tensor:
+    """Returns the sums of exp(log_weight) weight(s) over blocks of keys, for some queries.
 
     Args:
         q: (b, h, m, d).
@@ -741,13 +741,12 @@ def mass_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Te
         (b, h, m, n / BLOCK).
     """
     s = (q @ k.mT).to(log_weight.dtype) * scale
-    return (f(s) * log_weight.exp()).unflatten(-1, (-1, BLOCK)).sum(-1)
+    return (weight(s) * log_weight.exp()).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
 def softmax_weight_of_blocks(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:
     """As `mass_of_blocks`, with exp of the scores in place of f: the blocks that softmax weighs most."""
-    s = (q @ k.mT).to(log_weight.dtype) * scale
-    return (s + log_weight).exp().unflatten(-1, (-1, BLOCK)).sum(-1)
+    return mass_of_blocks(q, k, log_weight, scale, torch.exp)
 
 
 def score_of_mean_key(q: Tensor, k: Tensor, log_weight: Tensor, scale: float) -> Tensor:

@@ -53,12 +53,11 @@ RECALL_WINDOW = 32
 # The most important first
 FIRST = ("p2_all", "softmax_parts", "hybrid", "gate", "hybrid_gate", "gate_without_decay")
 SLOWER = ("p2_slow", "p2_slower", "p2_steady", "p2_wide", "p2_wide_slower", "p2_wide_steady")
-DECAYS = (*SLOWER, "softmax_steady", "softmax_wide", "gate_slow", "softmax_slow", "p2_without_decay")
+DECAYS = (*SLOWER, "softmax_steady", "softmax_wide", "gate_slow", "softmax_slow", "p2_without_decay", "softmax_without_decay")
 NEAR_KEYS = ("p2_near_256", "p2_near_384")
-HYBRIDS = ("hybrid_early", "hybrid_middle", "hybrid_one")
-NOPE = (
+HYBRIDS = (
+    *("hybrid_early", "hybrid_middle", "hybrid_one", "hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_kept_keys_256"),
     *("hybrid_nope", "hybrid_kept_keys_nope", "hybrid_kept_keys_nope_256", "hybrid_kept_keys_nope_steady"),
-    *("hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_kept_keys_256", "softmax_without_decay"),
 )
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")
 PARTS = ("gate_unrotated", "gate_polynomial", "gate_wide", "gate_values", "softmax_gate")
@@ -73,8 +72,8 @@ CHOSEN = (
 DELTA = ("delta_values", "delta", "delta_keys")
 DELTA_IN_CHUNKS = ("delta_values_in_chunks", "softmax_delta_in_chunks")
 VARIANTS_OF = {
-    "needle": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *NOPE, *PARTS, *CHOSEN, *SHAPES, *DELTA_IN_CHUNKS, *DELTA),
-    "steps": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *NOPE, *PARTS, *CHOSEN, *SHAPES, *DELTA_IN_CHUNKS, *DELTA),
+    "needle": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA_IN_CHUNKS, *DELTA),
+    "steps": (*FIRST, *DECAYS, *NEAR_KEYS, *HYBRIDS, *PARTS, *CHOSEN, *SHAPES, *DELTA_IN_CHUNKS, *DELTA),
     "recall": (
         *("p2_all", "softmax_parts", "gate", "gate_without_decay", "gate_polynomial", "softmax_gate"),
         *("kept_keys", "kept", "kept_alone", "kept_residual"),

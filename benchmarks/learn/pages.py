@@ -99,8 +99,7 @@ def free_windows(found: pd.DataFrame) -> Lines:
                 own = where(here, variant=name, lr=lr)
                 seconds, tokens = where(own, measure="whole")[["seconds", "tokens"]].mean()
                 measured = {"whole": {}, "whole position": {"at": last}, "near": {}}
-                losses = [seed_values(own, measure=measure, **at) for measure, at in measured.items()]
-                cells = [spread(values, "{:.3f}") for values in losses]
+                cells = [spread(seed_values(own, measure=measure, **at), "{:.3f}") for measure, at in measured.items()]
                 for n in limits:  # not every run has them
                     within = where(own, measure="within", at=n)
                     cells.append("" if within.empty else spread(seed_values(within), "{:.3f}"))

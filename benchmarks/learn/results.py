@@ -7,11 +7,11 @@ import pandas as pd
 from benchmarks.report import where
 
 
-def in_order(rows: pd.DataFrame, titles: dict[str, str]) -> dict[str, str]:
-    """Returns variant -> title for the variants that have rows, in the order of the titles."""
-    measured = set(rows["variant"])
+def in_order(rows: pd.DataFrame, titles: dict[str, str], column: str = "variant") -> dict[str, str]:
+    """Returns variant -> title for the variants that have rows, in the order of the titles. `column` has the variants."""
+    measured = set(rows[column])
     if unknown := measured - set(titles):
-        raise LookupError(f"rows of variants that are not known: {', '.join(sorted(unknown))}")
+        raise LookupError(f"rows of {column}s that are not known: {', '.join(sorted(unknown))}")
     return {name: title for name, title in titles.items() if name in measured}
 
 
