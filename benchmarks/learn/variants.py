@@ -36,6 +36,7 @@ class Variant:
     every: int = 0  # as in GPTConfig
     softmax_layers: tuple[int, ...] = ()  # indices of the blocks whose attention is softmax, in place of `every`
     softmax_parts: dict = field(default_factory=dict)  # as in GPTConfig
+    steady_softmax: bool = False  # whether `steady` is meant for the layers of `every` alone
     sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
     layers: dict[str, Callable] = field(default_factory=dict)  # attention -> what replaces FastmaxSelfAttention
     fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
@@ -256,6 +257,19 @@ VARIANTS = {
         softmax_parts=model.WITHOUT_DECAY,
         sdpa=True,
     ),
+    "hybrid_steady": Variant(
+        "p = 2, all parts; softmax in every third layer, half of its heads without decay at first",
+        every=3,
+        steady_softmax=True,
+        as_large_as="p2_all",
+    ),
+    "hybrid_kept_keys_steady_softmax": Variant(
+        "p = 2, all parts, 256 kept keys; softmax in every third layer, half of its heads without decay at first",
+        parts=KEPT,
+        every=3,
+        steady_softmax=True,
+        as_large_as="p2_all",
+    ),
     "kept_alone": Variant(
         "window, 256 keys kept by gate, no polynomial", layers={"fastmax": partial(memories.KeptKeys, polynomial=False)}
     ),
@@ -339,9 +353,10 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
         sizes = sizes | {"n_head": sizes["n_head"] // 2}
     if variant.heads:
         sizes = sizes | {"n_head": variant.heads}
+    steady = {"longest_half_life": 1024.0, "steady_heads": sizes["n_head"] // 2}
     if variant.steady:
-        parts |= {"longest_half_life": 1024.0, "steady_heads": sizes["n_head"] // 2}
-    own = {"parts": parts, "softmax_parts": variant.softmax_parts}
+        parts |= steady
+    own = {"parts": parts, "softmax_parts": variant.softmax_parts | (steady if variant.steady_softmax else {})}
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, **own)
     if variant.fla:
         near = replace(config, attention="softmax", parts=PLAIN | {"window": window})
