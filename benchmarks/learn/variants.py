@@ -250,6 +250,20 @@ VARIANTS = {
         softmax_parts=model.WITHOUT_DECAY,
         sdpa=True,
     ),
+    "hybrid_sdpa_256": Variant(
+        "p = 2, all parts, exact window of 256; softmax without decay (SDPA) in every third layer",
+        parts={"exact_window": 256},
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
+        sdpa=True,
+    ),
+    "hybrid_sdpa_384": Variant(
+        "p = 2, all parts, exact window of 384; softmax without decay (SDPA) in every third layer",
+        parts={"exact_window": 384},
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
+        sdpa=True,
+    ),
     "hybrid_kept_keys_sdpa": Variant(
         "p = 2, all parts, 256 kept keys; softmax without decay (SDPA) in every third layer",
         parts=KEPT,
