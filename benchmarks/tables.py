@@ -362,7 +362,6 @@ def layer_cost(results: Results) -> str:
         "softmax_parts": "softmax (`flash_attention`) with decay, convolution, norms, gate",
         "p2_all": "**`FastmaxSelfAttention`**",
         "kept_keys": "the same with `kept_keys=256`",
-        "hybrid": "hybrid: softmax with decay in every fourth layer",
         "hybrid_sdpa": "hybrid: softmax (SDPA) without decay in every third layer",
         "p2": "the polynomial alone, p = 2",
         "p1_all": "`FastmaxSelfAttention(p=1)`",
@@ -381,8 +380,9 @@ def layer_cost(results: Results) -> str:
         lines.append([title, f"{losses[name]:.3f}" if name in losses else "", *cells])
     header = ["attention", "loss, nats per byte", *(f"step at {n // 1024}k, ms" for n in times)]
     losses_at = pages.commits("equal-steps", "25M", results.root)
-    kept_at = pages.commits("memory", "steps", results.root, "kept_keys")
-    return f"{table(header, lines, steps)} Losses: commits {losses_at}; with kept keys {kept_at}."
+    kept_at, hybrid_at = (pages.commits("memory", "steps", results.root, name) for name in ("kept_keys", "hybrid_sdpa"))
+    later = f"with kept keys {kept_at}; of the hybrid {hybrid_at}"
+    return f"{table(header, lines, steps)} Losses: commits {losses_at}; {later}."
 
 
 @as_table("layer")
@@ -552,6 +552,11 @@ def learned_gap(variant: str, other: str, setting: str, results: Results) -> str
     return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
 
 
+def hybrid_gap(results: Results) -> str:
+    """The difference of the hybrid without decay and softmax with the same parts after equal steps."""
+    return _in_words(above(pages.rows_of("memory", "steps", results.root), "hybrid_sdpa", "softmax_parts", measure="loss"))
+
+
 def growing_gap(variant: str, other: str, results: Results) -> str:
     """The difference of the losses on windows of 64k after training on growing ones, averaged over the seeds that both have."""
     found = where(pages.rows_of("free-windows", SHOWN["setting"], results.root), lr=SHOWN["lr"])
@@ -700,7 +705,11 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "learned-gap": partial(learned_gap, "p2_all", "softmax_parts", "25M"),
     "learned-gap-softmax": partial(learned_gap, "softmax_parts", "p2_all", "25M"),
     "learned-gap-124m": partial(learned_gap, "kept_keys", "softmax_parts", "124M"),
-    "growing-gap": partial(growing_gap, "hybrid_sdpa", "softmax_parts_sdpa"),
+    "growing-gap": partial(growing_gap, "hybrid_sdpa", "softmax_parts"),
+    "growing-gap-steady": partial(growing_gap, "hybrid_steady", "softmax_parts"),
+    "growing-gap-decay": partial(growing_gap, "softmax_parts_sdpa", "softmax_parts"),
+    "growing-gap-linear": partial(growing_gap, "p2_all", "softmax_parts"),
+    "learned-gap-hybrid": hybrid_gap,
     "learned-gap-plain": partial(learned_gap, "p2_all", "softmax", "25M"),
     "learned-gap-wide": partial(learned_gap, "p2_wide", "softmax_wide", "25M"),
     "learned-gap-small": partial(learned_gap, "p2_all", "softmax_parts", "0.8M"),

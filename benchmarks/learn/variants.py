@@ -264,6 +264,26 @@ VARIANTS = {
         softmax_parts=model.WITHOUT_DECAY,
         sdpa=True,
     ),
+    "hybrid_sdpa_early": Variant(
+        "p = 2, all parts; softmax without decay (SDPA) in layers 2 and 6 of 8",
+        softmax_layers=(1, 5),
+        softmax_parts=model.WITHOUT_DECAY,
+        sdpa=True,
+    ),
+    "hybrid_sdpa_gate": Variant(
+        "p = 2, all parts, input gate; softmax without decay (SDPA) in every third layer",
+        parts={"input_gate": True},
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
+        sdpa=True,
+    ),
+    "hybrid_sdpa_wide": Variant(
+        "p = 2, all parts, half as many heads; softmax without decay (SDPA) in every third layer",
+        wide=True,
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
+        sdpa=True,
+    ),
     "hybrid_kept_keys_sdpa": Variant(
         "p = 2, all parts, 256 kept keys; softmax without decay (SDPA) in every third layer",
         parts=KEPT,
