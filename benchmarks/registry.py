@@ -82,7 +82,7 @@ class Suite:
 
 # Layers whose training step is timed; docs/quality.md has their losses.
 LAYERS = ("softmax_sdpa", "p2_all", "softmax_parts", "p2", "p1_all", "kept_keys", "hybrid_sdpa")
-OVER_CONTEXT = ("softmax_sdpa", "p2_all", "softmax_parts", "p2", "kept_keys", "hybrid_sdpa")  # whose steps are timed at all lengths
+OVER_CONTEXT = ("softmax_sdpa", "p2_all", "softmax_parts", "p2", "kept_keys", "hybrid_sdpa")  # timed at all lengths
 
 
 def _times_faster(ratio: float) -> dict[str, AtMost]:
