@@ -359,10 +359,10 @@ def layer_cost(results: Results) -> str:
     """The loss and the time of a training step of the same model, by attention layer."""
     titles = {
         "softmax_sdpa": "softmax (SDPA)",
-        "softmax_parts": "softmax (`flash_attention`) with decay, convolution, norms, gate",
+        "softmax_parts": "softmax in the same layer (`flash_attention`)",
         "p2_all": "**`FastmaxSelfAttention`**",
         "kept_keys": "the same with `kept_keys=256`",
-        "hybrid_sdpa": "hybrid: softmax (SDPA) without decay in every third layer",
+        "hybrid_sdpa": "hybrid: every third layer softmax (SDPA), no decay",
         "p2": "the polynomial alone, p = 2",
         "p1_all": "`FastmaxSelfAttention(p=1)`",
     }
