@@ -75,7 +75,8 @@ def fastmax_attention(
         a0, a1, a2: coefficients of f. The defaults are the Taylor polynomial of exp.
         lim: radius for `normalize`, > 0; refused without `normalize`.
         p: degree of f, 1 or 2. With 1, a2 is ignored.
-        attention_mask: bool (b, m), True = the key is attended. A query that sees no key gets output and gradient 0.
+        attention_mask: bool (b, m), True = the key is attended. A query that sees no key gets output and gradient 0. Hidden
+            tokens still count in windows, relative positions and decays; padded sequences can be packed with `cu_seqlens`.
         use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
             operations that autograd records, for higher derivatives, forward mode and torch.func.
         algorithm: "quadratic", "linear" or "auto", which chooses by a cost model (`fastmax.eager.planner`, or
@@ -127,9 +128,9 @@ def fastmax_attention(
     validation.check_cu_seqlens(cu_seqlens, q, k)
     if cu_seqlens is not None:
         algorithm = _algorithm_of_packed(algorithm, causal or exact_window > 0, q, k, v, cu_seqlens, score)
-    if not torch.compiler.is_compiling():
+    validation.warn_if_leaking(causal, kind)
+    if not torch.compiler.is_compiling():  # where coefficients may be symbols
         validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
-        validation.warn_if_leaking(causal, kind)
 
     positions = None
     if isinstance(rpe_matrix, str):
@@ -190,7 +191,7 @@ def flash_attention(
         causal: key j is visible to query i if `j <= i + (m - n)` (aligned at the end, while PyTorch's `is_causal` aligns at
             the start); n <= m.
         scale: finite and > 0; None: `1 / sqrt(d)`.
-        attention_mask: bool (b, m), True = the key is attended.
+        attention_mask: as in `fastmax_attention`.
         return_lse: whether to return also `log sum_j exp(s_ij)`.
         use_custom_gradient: as in `fastmax_attention`.
         log_decay: as in `fastmax_attention`. Its sum over tokens `j + 1 .. pos(i)` is added to s_ij.

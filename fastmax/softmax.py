@@ -18,8 +18,8 @@ from torch import Tensor
 from fastmax import ops
 from fastmax.core import validation
 from fastmax.eager import is_transformed
-from fastmax.eager import softmax as eager
-from fastmax.eager.softmax import RunningStates
+from fastmax.eager import row_softmax as eager
+from fastmax.eager.row_softmax import RunningStates
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 

@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import FastmaxSelfAttention
@@ -210,6 +212,34 @@ def test_a_state_of_other_options_is_refused():
     layer.exact_window = 3
     with pytest.raises(ValueError, match="state must have this layer's exact_window 3, got 5"):
         layer(x, state)
+
+
+@pytest.mark.parametrize("options", [{}, {"kept_keys": 2}, {"attention": "softmax", "exact_window": None}], ids=str)
+def test_a_state_of_another_rotation_is_refused(options):
+    options = {"exact_window": 5} | options
+    layer, x = FastmaxSelfAttention(C, HEADS, **{name: x for name, x in options.items() if x is not None}), rows().float()
+    with torch.no_grad():
+        state = layer(x[:, :3], layer.init_state(2))[1]
+    moved = (state, state.clone(), state.select([1, 0]), state.to(torch.float64).to(torch.float32), through_pickle(state))
+    leaves, spec = pytree.tree_flatten(state)
+    moved += type(state).cat([state.select([0]), state.select([1])]), pytree.tree_unflatten(leaves, spec)
+    for again in moved:
+        layer(x[:, 3:], again)
+    rope_dim, rope_base = layer.rope_dim, layer.rope_base
+    for name, value, other in (("rope_base", 50.0, (rope_dim, 50.0)), ("rope_dim", 2, (2, rope_base)), ("rope_dim", 0, None)):
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        expected = re.escape(f"state must have this layer's (rope_dim, rope_base) {other}, got {(rope_dim, rope_base)}")
+        for again in moved:
+            with pytest.raises(ValueError, match=expected):
+                layer(x[:, 3:], again)
+        with pytest.raises(ValueError, match=r"states\[1\] must have the rope_dim and rope_base of states\[0\]"):
+            type(state).cat([state, layer.init_state(2)])
+        setattr(layer, name, before)
+    layer.rope_dim = 0
+    state = layer.init_state(2)
+    layer.rope_base = 50.0  # nothing is rotated
+    layer(x, state)
 
 
 def test_compiled_code_sees_what_is_set(fresh_dynamo):

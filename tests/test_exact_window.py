@@ -34,7 +34,7 @@ from torch.autograd import gradgradcheck
 
 from fastmax import eager, fastmax_attention, flash_attention
 from fastmax.core.call import Call
-from fastmax.ops import fused
+from fastmax.ops import sequences
 
 SMALL = Case("small", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 LONG = Case("", n=100, m=CHUNK + 40, h=2, hk=1, d=8, dv=6)
@@ -102,7 +102,7 @@ def test_decays_in_float64(algorithm, custom, decay, device):
 @pytest.mark.parametrize("masked", [False, True])
 def test_parts_of_the_quadratic_algorithm(masked, decay, device, monkeypatch):
     """A GPU computes float64 by parts, a CPU in one pass."""
-    monkeypatch.setattr(fused, "_takes_one_pass", lambda *call: False)
+    monkeypatch.setattr(sequences, "_takes_one_pass", lambda *call: False)
     inputs, grads = make(LONG, torch.float64, device)
     options = {"causal": True, "exact_window": 20}
     if decay is not None:

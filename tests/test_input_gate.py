@@ -31,7 +31,7 @@ from fastmax import FastmaxSelfAttention, FASTMultiHeadAttention, fastmax_attent
 from fastmax.core.call import Call
 from fastmax.core.score import Score
 from fastmax.eager.blocks import Scan
-from fastmax.ops import fused, normalizes_during_attention
+from fastmax.ops import normalizes_during_attention, sequences
 
 INF, NAN = math.inf, math.nan
 LEAST, GREATEST = -60.0, 30.0
@@ -218,7 +218,7 @@ def test_decays(algorithm, custom, window, decay, device):
 @pytest.mark.parametrize("decay", [None, "ordinary"])
 def test_parts_of_the_quadratic_algorithm(decay, masked, device, monkeypatch):
     """A GPU computes float64 by parts, a CPU in one pass."""
-    monkeypatch.setattr(fused, "_takes_one_pass", lambda *call: False)
+    monkeypatch.setattr(sequences, "_takes_one_pass", lambda *call: False)
     inputs, grads = make(LONG, device=device)
     if decay is not None:
         inputs["log_decay"] = make_decay(decay, 1, 1, LONG.m, dtype=torch.float64, device=device)

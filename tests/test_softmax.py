@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fastmax
 from fastmax import eager, ops
-from fastmax.eager import softmax as row_softmax
+from fastmax.eager import row_softmax
 from fastmax.ops import extension
 from fastmax.softmax import RunningStates, naive_softmax, online_softmax, safe_softmax
 from fastmax.testing import verify
@@ -473,8 +473,8 @@ def test_which_calls_run_the_kernel(function, monkeypatch):
     right = row_softmax.forward
     monkeypatch.setattr(row_softmax, "forward", lambda *args: seen.append("operator") or right(*args))
     for name in ("safe", "online"):
-        implementation = getattr(eager.softmax, name)
-        monkeypatch.setattr(eager.softmax, name, lambda *args, f=implementation: seen.append("operations") or f(*args))
+        implementation = getattr(eager.row_softmax, name)
+        monkeypatch.setattr(eager.row_softmax, name, lambda *args, f=implementation: seen.append("operations") or f(*args))
     for dtype in HALF_AND_SINGLE:
         x = torch.randn(3, 50, device=CUDA, dtype=dtype, requires_grad=True)
         function(x).sum().backward()

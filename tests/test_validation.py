@@ -414,6 +414,18 @@ def test_causal_normalize_sequence_warns_once_and_names_token(nothing_warned):
     assert caught_from(lambda: fastmax_attention(**good(), causal=True, normalize="sequence", lim=0.5)) == []
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_causal_normalize_sequence_warns_too(nothing_warned, dynamic):
+    def attend(q, temperature):
+        return fastmax_attention(**good() | {"q": q}, causal=True, normalize="sequence", temperature=temperature)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)
+    (first,) = caught_from(lambda: compiled(tensor(B, H, M, D), 8.0))
+    assert "later tokens leak" in str(first.message)
+    assert caught_from(lambda: [compiled(tensor(B, H, n, D), 2.0 + n) for n in range(1, M)]) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [{"causal": True, "normalize": "token"}, {"causal": True}, {"normalize": "sequence"}, {"normalize": True}],

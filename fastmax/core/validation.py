@@ -455,6 +455,10 @@ def _warn_once(key: tuple, message: str) -> None:
         warn(message)
 
 
+# The compiler calls it while it traces. `torch.compiler.assume_constant_result` sets this too, but imports the compiler.
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def warn_if_leaking(causal: bool, normalize: str | None) -> None:
     """Warns once if outputs of a causal call depend on later tokens."""
     if causal and normalize == "sequence":

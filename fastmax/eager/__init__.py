@@ -1,6 +1,6 @@
 """Attention, states and their gradients in PyTorch operations, on any device."""
 
-from fastmax.eager import heads, linear, planner, quadratic, softmax  # noqa: F401  (submodules, read as attributes)
+from fastmax.eager import heads, linear, planner, quadratic, row_softmax  # noqa: F401  (submodules, read as attributes)
 from fastmax.eager.attention import backward, forward
 from fastmax.eager.blocks import (
     compute_dtype,

@@ -12,11 +12,11 @@ from fastmax.eager.blocks import (
     Gradients,
     InputGradients,
     Span,
+    by_kv_head,
     compute_dtype,
     empty_like_layout,
     from_blocks,
     head_groups,
-    split_heads,
 )
 from fastmax.eager.dispatch import RecordedOutput, finish_of, operands, plan_of, row_inputs, row_terms_of, tiles_of
 from fastmax.eager.input_gate import with_nan_rows
@@ -62,7 +62,7 @@ def _without_noise(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: 
         return output.join(q)
     for group in head_groups(b, hk, plan.heads):
         ops = operands(q, k, v, call, group)
-        o_group, z_group = split_heads(o, hk)[group], split_heads(z.unsqueeze(-1), hk)[group]
+        o_group, z_group = by_kv_head(o, hk)[group], by_kv_head(z.unsqueeze(-1), hk)[group]
 
         def write(span: Span, sums: tuple[Tensor, ...], like=ops.q, o_group=o_group, z_group=z_group):
             rows = slice(span.start, span.stop)

@@ -91,7 +91,7 @@ def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2) if token_major(like) else x.contiguous()
 
 
-def split_heads(x: Tensor, kv_heads: int) -> Tensor:
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """Returns x (b, h, tokens, c) as (b, kv_heads, h // kv_heads, tokens, c)."""
     return x.unflatten(1, (kv_heads, -1))
 
@@ -243,7 +243,7 @@ class InputGradients(NamedTuple):
 
     def of_group(self, group: Group, kv_heads: int) -> InputGradients:
         """Returns the 5-d views of a head group, as `Operands` holds q, k and v."""
-        return InputGradients(*(split_heads(x, kv_heads)[group] for x in self))
+        return InputGradients(*(by_kv_head(x, kv_heads)[group] for x in self))
 
 
 class Gradients:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastmax.core.call import PER_HEAD, Call
 from fastmax.core.score import Softmax
 from fastmax.eager import exact, flash, linear, planner, quadratic, tiles
-from fastmax.eager.blocks import Group, Operands, Span, compute_dtype, from_blocks, in_layout_of, split_heads, to_blocks
+from fastmax.eager.blocks import Group, Operands, Span, by_kv_head, compute_dtype, from_blocks, in_layout_of, to_blocks
 from fastmax.eager.decay import Decay
 from fastmax.eager.input_gate import without_nan
 from fastmax.eager.planner import LinearPlan, QuadraticPlan
@@ -91,7 +91,7 @@ def operands(
             state=state,
             lag=call.lag,
         )
-    return Operands(*(split_heads(x, k.shape[1])[group] for x in (q, k, v)), call, tiles_of(call), decay)
+    return Operands(*(by_kv_head(x, k.shape[1])[group] for x in (q, k, v)), call, tiles_of(call), decay)
 
 
 class RecordedOutput:
@@ -123,5 +123,5 @@ def row_inputs(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor, call
 
 def row_terms_of(ops: Operands, rows: dict[str, Tensor], kv_heads: int, group: Group) -> RowTerms:
     """Returns the function from a span of a head group's queries to its `row_terms`."""
-    of_group = {name: split_heads(x, kv_heads)[group] for name, x in rows.items()}
+    of_group = {name: by_kv_head(x, kv_heads)[group] for name, x in rows.items()}
     return lambda span: ops.tiles.row_terms(ops.call, **{name: to_blocks(x, span) for name, x in of_group.items()})

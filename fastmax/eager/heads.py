@@ -108,10 +108,15 @@ def split_heads(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def value_dim_of(channels: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Returns the width of the heads of v in tokens that have the channels of q, k and v."""
+    return (channels - (heads + kv_heads) * head_dim) // kv_heads
+
+
 def _heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of the heads of q, k and v."""
     of_q, of_k = heads * head_dim, kv_heads * head_dim
-    value_dim = (qkv.shape[-1] - of_q - of_k) // kv_heads
+    value_dim = value_dim_of(qkv.shape[-1], heads, kv_heads, head_dim)
     q, k, v = qkv.split((of_q, of_k, kv_heads * value_dim), dim=-1)
     return q.unflatten(-1, (heads, head_dim)), k.unflatten(-1, (kv_heads, head_dim)), v.unflatten(-1, (kv_heads, value_dim))
 

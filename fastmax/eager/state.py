@@ -19,11 +19,11 @@ from fastmax.eager.blocks import (
     Group,
     InputGradients,
     Operands,
+    by_kv_head,
     compute_dtype,
     empty_like_layout,
     head_groups,
     recording,
-    split_heads,
     to_blocks,
 )
 from fastmax.eager.decay import QueryPairs, may_hold_nan
@@ -187,7 +187,7 @@ def backward_of_queries(
     for group, plan, ops in _groups(q, k, v, call):
         sums = Gradients(ops, grads.of_group(group, hk))
         if pairs is not None:
-            sums.decay = QueryPairs(split_heads(pairs, hk)[group])
+            sums.decay = QueryPairs(by_kv_head(pairs, hk)[group])
         before = linear.unpack_state(*(x[group].flatten(0, 1) for x in state), q.shape[3], call.score.order)
         linear.backward_of_queries(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, before)
         sums.write()
@@ -221,7 +221,7 @@ def backward_of_keys(
     for group, plan, ops in _groups(q, k, v, call):
         sums = Gradients(ops, grads.of_group(group, hk))
         if sums.decay is not None:
-            of_group = split_heads(pairs, hk)[group]
+            of_group = by_kv_head(pairs, hk)[group]
             sums.decay.add_queries(0, of_group.flatten(2).flatten(0, 1).unsqueeze(-1), of_group.shape[2])
         after = linear.unpack_state(*(x[group].flatten(0, 1) for x in query_sums), q.shape[3], call.score.order)
         linear.backward_of_keys(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, after, score)
@@ -254,7 +254,7 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[Group
 
 def _given_terms(ops: Operands, g: Tensor, e: Tensor, kv_heads: int, group: Group) -> RowTerms:
     """Returns the function from a span of a head group's queries to its g and e."""
-    of_group = [split_heads(x, kv_heads)[group] for x in (g, e.unsqueeze(-1))]
+    of_group = [by_kv_head(x, kv_heads)[group] for x in (g, e.unsqueeze(-1))]
     return lambda span: tuple(to_blocks(x, span).to(ops.dtype) for x in of_group)
 
 

@@ -131,11 +131,11 @@ def slots_of(kept: int, window: int) -> int:
 class LayerTokens(NamedTuple):
     """Queries, keys, values, input gates and decays of consecutive tokens."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor  # log_input_gate
-    log_decay: Tensor | None
+    q: Tensor  # (b, h, n, d)
+    k: Tensor  # (b, hk, n, d)
+    v: Tensor  # (b, hk, n, dv)
+    gate: Tensor  # log_input_gate (b, hk, n)
+    log_decay: Tensor | None  # (b, hk, n)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LayerTokens:
         """Returns the tokens with `function` applied to each tensor."""
@@ -158,9 +158,9 @@ def included(o: Tensor, lse: Tensor, tokens: LayerTokens, options: KeptOptions, 
     """Returns the output of whole sequences with the second term included.
 
     Args:
-        o, lse: output of `fastmax_attention` without it, and the log of the sums of weights.
+        o, lse: (b, h, n, dv) and (b, h, n), output of `fastmax_attention` without it and the log of the sums of weights.
         tokens: as `fastmax_attention` takes them.
-        attend: a function of prepared tokens and the options, with the results of `attend`.
+        attend: `attend` of this module, or another function that returns the same of prepared tokens and the options.
     """
     tokens = tokens.cast()
     with ops.without_autocast(tokens.q):

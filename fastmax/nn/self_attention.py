@@ -399,7 +399,8 @@ class FastmaxSelfAttention(nn.Module):
         kept = None
         if self.kept_keys > 0:
             kept = KeptKeys.empty(*sizes, dtype, device, self.kept_keys, self.options["exact_window"])
-        return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device), kept)
+        positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        return SelfAttentionState(state, recent, positions, kept, self._rotary)
 
     def forward(
         self,
@@ -492,7 +493,7 @@ class FastmaxSelfAttention(nn.Module):
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
-        return self._output(o, x, state), SelfAttentionState(attention, recent, positions, kept)
+        return self._output(o, x, state), SelfAttentionState(attention, recent, positions, kept, state.rotary)
 
     def step_(self, x: Tensor, state: SelfAttentionState, *, attention_mask: Tensor | None = None) -> Tensor:
         """Computes the output of one token and updates the state in place. The method for CUDA graphs: addresses stay the same.
@@ -748,6 +749,10 @@ class FastmaxSelfAttention(nn.Module):
         if state is not None:
             self._check_state(state, x, cu_seqlens)
 
+    @property
+    def _rotary(self) -> tuple[int, float] | None:
+        return (self.rope_dim, self.rope_base) if self.rope_dim > 0 else None
+
     def _check_state(self, state: SelfAttentionState, x: Tensor, cu_seqlens: Tensor | None) -> None:
         if not isinstance(state, SelfAttentionState):
             raise TypeError(f"state must come from this layer's init_state, got {validation.describe(state)}")
@@ -769,6 +774,10 @@ class FastmaxSelfAttention(nn.Module):
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
             raise ValueError(f"state must have a recent of shape {recent}, for this layer's convolution, got {got}")
+        if state.rotary != self._rotary:
+            raise ValueError(
+                f"state must have this layer's (rope_dim, rope_base) {self._rotary}, got {state.rotary}: they rotated its keys"
+            )
         if isinstance(state.attention, KeyValueCache):
             keys, values = state.attention.keys, state.attention.values
             heads = self.num_kv_heads, self.head_dim, self.value_dim

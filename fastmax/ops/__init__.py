@@ -25,8 +25,6 @@ from fastmax.ops.autocast import without_autocast as without_autocast
 from fastmax.ops.autograd import refuse_second_derivative as refuse_second_derivative
 from fastmax.ops.decays import decay_sums as decay_sums
 from fastmax.ops.decays import finite_decay as finite_decay
-from fastmax.ops.fused import attention as attention
-from fastmax.ops.fused import attention_backward as attention_backward
 from fastmax.ops.heads import MAX_CONVOLUTION as MAX_CONVOLUTION
 from fastmax.ops.heads import fuses_join_heads as fuses_join_heads
 from fastmax.ops.heads import fuses_split_heads as fuses_split_heads
@@ -40,6 +38,8 @@ from fastmax.ops.normalization import normalize_tokens as normalize_tokens
 from fastmax.ops.normalized_attention import normalized_attention as normalized_attention
 from fastmax.ops.normalized_attention import normalizes_during_attention as normalizes_during_attention
 from fastmax.ops.row_softmax import softmax as softmax
+from fastmax.ops.sequences import attention as attention
+from fastmax.ops.sequences import attention_backward as attention_backward
 from fastmax.ops.states import gradients_of_sums as gradients_of_sums
 from fastmax.ops.states import prefill as prefill
 from fastmax.ops.states import prefill_backward as prefill_backward

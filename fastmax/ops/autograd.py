@@ -201,7 +201,7 @@ def compute(operator: WithGradient, tensors: tuple, options: tuple) -> Any:
             return operator.forward(*tensors, *options)
     if not torch.is_grad_enabled():
         return operator.forward(*tensors, *options)
-    return _apply_fused(operator, options, *tensors)
+    return _apply_recorded(operator, options, *tensors)
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -221,7 +221,7 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
     return False
 
 
-class _Fused(torch.autograd.Function):
+class _Recorded(torch.autograd.Function):
     """Records an operator as `register_autograd` does, at a third of the cost per call.
 
     Compilers and torch.func use the registered gradient.
@@ -243,4 +243,4 @@ class _Fused(torch.autograd.Function):
 
 
 # `Function.apply` looks at every argument for tensors of a torch.func transform that has ended. The dispatcher does too.
-_apply_fused = super(torch.autograd.Function, _Fused).apply
+_apply_recorded = super(torch.autograd.Function, _Recorded).apply

@@ -16,6 +16,7 @@ from fastmax.core import validation
 from fastmax.core.call import ACCOMPANYING, PER_HEAD, Call
 from fastmax.core.score import Softmax
 from fastmax.eager import States, compute_dtype, state_rows, sums_dtype
+from fastmax.eager.heads import value_dim_of
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -179,7 +180,7 @@ def check_rotary_factors(positions: Tensor, half: int, base: float) -> None:
 def check_gradients_of_heads(grads: tuple[Tensor | None, ...], qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:
     """Checks the gradients of q, k and v of a call of `split_heads` whose arguments are already checked."""
     b, n, channels = qkv.shape
-    value_dim = (channels - (heads + kv_heads) * head_dim) // kv_heads
+    value_dim = value_dim_of(channels, heads, kv_heads, head_dim)
     sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
     for name, grad, size in zip(("grad_q_rows", "grad_k_rows", "grad_v_rows"), grads, sizes, strict=True):
         _check_tensor(name, grad, (b, n, *size), qkv.dtype, qkv, "qkv")

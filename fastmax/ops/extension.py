@@ -21,10 +21,10 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-# The largest head dim and the dtypes that the kernels have. The bindings in csrc/ raise an error for other calls. An operator
-# adds limits of its own by the argument `covers` of `fastmax.ops.registration.register`.
+# The largest head dim and number of tokens, and the dtypes, that the kernels have. The bindings in csrc/ raise an error for
+# other calls. An operator adds limits of its own by the argument `covers` of `fastmax.ops.registration.register`.
 MAX_HEAD_DIM = 256
-_MAX_TOKENS = 2**30 - 1
+MAX_TOKENS = 2**30 - 1
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 SCHEMA_VERSION = 29  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
@@ -109,7 +109,7 @@ def shortens_rows(q: Tensor, k: Tensor, v: Tensor) -> int:
     """
     sizes = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     is_open = any(isinstance(size, torch.SymInt) for size in sizes)  # in a compiled graph
-    if q.dtype != torch.bfloat16 or is_open or 0 in sizes or max(sizes) > _MAX_TOKENS:
+    if q.dtype != torch.bfloat16 or is_open or 0 in sizes or max(sizes) > MAX_TOKENS:
         return 0
     return _shortens_rows(q.get_device(), *sizes)
 

@@ -20,18 +20,32 @@ from fastmax.ops.registration import register
 
 MAX_CONVOLUTION = 8  # tokens
 _MULTIPLE = 8  # of head dims
-_MAX_TOKENS = 2**30 - 1
 _MAX_CHANNELS = (2**31 - 1) // MAX_CONVOLUTION
 
 
-def split_heads(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    qkv: Tensor,
+    recent: Tensor | None,
+    conv_weight: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    places: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_eps: float,
+    k_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v of the tokens of a projection; see `fastmax.eager.heads.split_heads`."""
-    return compute(_SPLIT, arguments[:8], arguments[8:])
+    tensors = qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places
+    return compute(_SPLIT, tensors, (heads, kv_heads, head_dim, q_eps, k_eps))
 
 
-def join_heads(*arguments) -> Tensor:
+def join_heads(o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
     """Returns the heads of the output side by side; see `fastmax.eager.heads.join_heads`."""
-    return compute(_JOIN, arguments[:3], arguments[3:])
+    return compute(_JOIN, (o, norm_weight, gate), (eps,))
 
 
 def rotary_factors(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -47,10 +61,7 @@ def fuses_split_heads(qkv: Tensor, head_dim: int, value_dim: int, *weights: Tens
         extension.expects_kernels(qkv)
         and _are_plain(qkv, *weights)
         and all([x is None or x.dtype in (qkv.dtype, torch.float32) for x in weights])
-        and _fits(head_dim)
-        and _fits(value_dim)
-        and qkv.shape[1] <= _MAX_TOKENS
-        and qkv.shape[2] <= _MAX_CHANNELS
+        and _split_fits(qkv, head_dim, value_dim)
     )
 
 
@@ -61,9 +72,7 @@ def fuses_join_heads(o: Tensor, norm_weight: Tensor | None, gate: Tensor | None)
         and _are_plain(o, norm_weight, gate)
         and (norm_weight is None or norm_weight.dtype in (o.dtype, torch.float32))
         and (gate is None or gate.dtype == o.dtype)
-        and _fits(o.shape[3])
-        and o.shape[2] <= _MAX_TOKENS
-        and o.shape[1] * o.shape[3] <= _MAX_CHANNELS
+        and _join_fits(o)
     )
 
 
@@ -72,8 +81,17 @@ def _are_plain(*tensors: Tensor | None) -> bool:
     return all([x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors])
 
 
-def _fits(width: int) -> bool:
-    return width % _MULTIPLE == 0 and width <= extension.MAX_HEAD_DIM
+def _split_fits(qkv: Tensor, head_dim: int, value_dim: int) -> bool:
+    is_small = qkv.shape[1] <= extension.MAX_TOKENS and qkv.shape[2] <= _MAX_CHANNELS
+    return is_small and _fits(head_dim) and _fits(value_dim)
+
+
+def _join_fits(o: Tensor) -> bool:
+    return o.shape[2] <= extension.MAX_TOKENS and o.shape[1] * o.shape[3] <= _MAX_CHANNELS and _fits(o.shape[3])
+
+
+def _fits(head_dim: int) -> bool:
+    return head_dim % _MULTIPLE == 0 and head_dim <= extension.MAX_HEAD_DIM
 
 
 # ---- split_heads
@@ -98,7 +116,7 @@ def _split_heads(qkv, recent, conv_weight, q_weight, k_weight, *rest):
 
 def _fake_split_heads(qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, *eps):
     b, n, channels = qkv.shape
-    value_dim = (channels - (heads + kv_heads) * head_dim) // kv_heads
+    value_dim = rows.value_dim_of(channels, heads, kv_heads, head_dim)
     return (
         qkv.new_empty(b, n, heads, head_dim),
         qkv.new_empty(b, n, kv_heads, head_dim),
@@ -130,8 +148,7 @@ def _covers_split_heads(
         return False
     if conv_weight is not None and (conv_weight.dim() != 3 or conv_weight.shape[2] > MAX_CONVOLUTION):
         return False
-    value_dim = (qkv.shape[2] - (heads + kv_heads) * head_dim) // kv_heads
-    return _fits(head_dim) and _fits(value_dim) and qkv.shape[1] <= _MAX_TOKENS and qkv.shape[2] <= _MAX_CHANNELS
+    return _split_fits(qkv, head_dim, rows.value_dim_of(qkv.shape[2], heads, kv_heads, head_dim))
 
 
 def _covers_split_heads_backward(grad_q_rows, grad_k_rows, grad_v_rows, *arguments) -> bool:
@@ -187,9 +204,7 @@ def _fake_join_heads_backward(grad_y, o, norm_weight, gate, eps):
 
 
 def _covers_join_heads(o, norm_weight, gate, eps) -> bool:
-    if o.dim() != 4 or not extension.kernels_run_on(o):
-        return False
-    return _fits(o.shape[3]) and o.shape[2] <= _MAX_TOKENS and o.shape[1] * o.shape[3] <= _MAX_CHANNELS
+    return o.dim() == 4 and extension.kernels_run_on(o) and _join_fits(o)
 
 
 _JOIN = Recomputed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax.eager import softmax as rows
+from fastmax.eager import row_softmax as rows
 from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.registration import LIBRARY, register

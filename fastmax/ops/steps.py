@@ -106,7 +106,7 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
     """Raises an error if autograd records operations on these tensors."""
     if eager.differentiating(*tensors):
         raise RuntimeError(
-            "fastmax.decoding.step_ writes over the state that a gradient would need: use fastmax.decoding.step, "
+            "step_ writes over the state that a gradient would need: use fastmax.decoding.step or the layer's forward, "
             "or call it under torch.no_grad()"
         )
 

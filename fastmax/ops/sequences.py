@@ -162,7 +162,7 @@ def _exact_window_forward(signature, q, k, v, *arguments):
     _check(q, k, v, call, signature)
 
     def attend(q, k, v, call):
-        if call.lag > 0:  # the kernels of these calls are those of the whole
+        if call.lag > 0:  # no kernel computes such a part alone
             return eager.forward(q, k, v, call, differentiable=False)
         operator = _part(call)
         tensors, options = operator.signature.flatten(call, arguments[-1])
