@@ -129,8 +129,9 @@ def main():
         parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
     if config.every:
         parser.error(f"the layers of {args.checkpoint} must be alike, but it was trained with --every {config.every}")
-    if not 0 <= args.every <= config.n_layer:
-        parser.error(f"--every must be from 0 to the {config.n_layer} layers of {args.checkpoint}, got {args.every}")
+    if args.every == 1 or not 0 <= args.every <= config.n_layer:
+        accepted = f"0 or from 2 to the {config.n_layer} layers of {args.checkpoint}"
+        parser.error(f"--every must be {accepted}, got {args.every}")
     args.out.mkdir(parents=True, exist_ok=True)
     args.block_size = args.block_size or config.block_size
     softmax = GPT(config).to(args.device)

@@ -219,7 +219,7 @@ def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool
     softmax, rows = with_softmax(model), []
     states = init_states(model, batch)
     device, generator = states[0].device, torch.Generator().manual_seed(0)
-    for before, context in tqdm(list(itertools.pairwise([0, *sorted(contexts)])), desc="compare", unit="context"):
+    for before, context in tqdm(list(itertools.pairwise([0, *sorted(set(contexts))])), desc="compare", unit="context"):
         tokens = torch.randint(model.config.vocab_size, (batch, context - before), generator=generator).to(device)
         _, states = read(model, tokens, states)
         caches = [cache_of_noise(state, context) for state in softmax.init_states(batch)]

@@ -25,7 +25,8 @@ train, held_out = windows[:-64], windows[-64:]
 torch.manual_seed(1337)
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **sizes, bos_token_id=None, eos_token_id=None))
-integration.configure(model, exact_window=16)  # with Fastmax the last 16 keys are still weighed by exp
+# With Fastmax the last 16 keys are still weighed by exp, and generate makes a state of constant size, not a growing cache.
+integration.configure(model, exact_window=16, constant_memory=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 print("loss on the held-out windows, nats per byte")
@@ -42,6 +43,5 @@ for attention in ("sdpa", "fastmax"):  # PyTorch's softmax attention, then Fastm
         after = model(input_ids=held_out, labels=held_out).loss
     print(f"{attention:<8} {before:.4f}, after {args.steps} steps {after:.4f}", flush=True)
 
-integration.configure(model, constant_memory=True)  # generate then makes a state of constant size in place of keys and values
 tokens = model.eval().generate(torch.tensor([list(b"    def ")]), max_new_tokens=100, do_sample=True)
 print(bytes(tokens[0].tolist()).decode(errors="replace"))

@@ -447,6 +447,30 @@ def test_a_forward_exchanges_arguments_few_times(options, count, layout):
     assert run(check_exchanges, 3, options, layout, True) == [count + 1] * 3
 
 
+def check_positions(group, layout):
+    context = Context(mesh_of(group), layout)
+    own = own_tokens(context, N)
+    context.refuse_local_positions(own.unsqueeze(0))
+    context.refuse_local_positions(own.expand(2, -1) - 1)  # padding on the left
+    local = torch.arange(own.numel()).expand(2, -1)
+
+    def counts_from_the_first_local_token():
+        context.refuse_local_positions(local)
+        context.layout_of(own.numel())  # ranks that hold the first tokens learn of the error here
+
+    if group.size() == 1:
+        counts_from_the_first_local_token()
+        return []
+    return messages([counts_from_the_first_local_token])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_positions_that_begin_at_each_rank_are_refused(layout):
+    for (found,) in run(check_positions, 2, layout):
+        assert "position_ids must be the positions of this rank's tokens in the whole sequence, got 0, 1, 2, ..." in found
+    assert run(check_positions, 1, layout) == [[]]
+
+
 def check_refusals(group):
     mesh = mesh_of(group)
     layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh, ContextParallel())
@@ -484,6 +508,12 @@ def check_refusals(group):
             lambda: in_context(lambda: None, buffers=[x], buffer_seq_dims=[]),
             lambda: in_context(lambda: None, no_restore_buffers={x}),
             lambda: in_context(lambda: None, buffers=[x.mT], buffer_seq_dims=[2]),
+            lambda: in_context(lambda: None, buffers=[x[:, :-1], x[:, 1:]], buffer_seq_dims=[1, 1]),
+            lambda: in_context(lambda: None, buffers=[x], buffer_seq_dims=[3]),
+            lambda: in_context(lambda: None, buffers=[x], buffer_seq_dims=["1"]),
+            lambda: in_context(lambda: None, buffers=None),
+            lambda: Context(mesh).own([1, 2], 0),
+            lambda: Context(mesh).own(x, -4),
         ]
     )
 
@@ -508,4 +538,10 @@ def test_refuses_by_name():
         "buffer_seq_dims must have one dimension per buffer, got 0 for 1",
         "no_restore_buffers must be a subset of buffers",
         "buffers[0] must be contiguous",
+        "buffers[1] shares memory with buffers[0], and each is written in place: pass a copy",
+        "buffer_seq_dims[0] must be a dimension of a tensor with 3, got 3",
+        "buffer_seq_dims[0] must be an int, got '1'",
+        "buffers must be a sequence, got None",
+        "x must be a torch.Tensor, got ",
+        "dim must be a dimension of a tensor with 3, got -4",
     )

@@ -328,3 +328,27 @@ def test_layouts():
             zigzag_layout(wrong, 2)
     with pytest.raises(ValueError, match="seconds must be > 0"):
         set_time_limit(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": [[(0, 4)]]}, "layout must be a Layout"),
+        ({"rank": 2}, "rank must be below the layout's 2 ranks, got 2"),
+        ({"rank": -1}, "rank must be at least 0, got -1"),
+        ({"kv_heads": 0}, "kv_heads must be at least 1, got 0"),
+        ({"head_dim": 4.0}, "head_dim must be an int, got 4.0"),
+        ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
+        ({"batch": True}, "batch must be an int, got True"),
+        ({"dtype": torch.int8}, "dtype must be float64, float32, float16 or bfloat16, got torch.int8"),
+        ({"algorithm": "linaer"}, 'algorithm must be "linear", "quadratic" or "softmax", got .linaer'),
+        ({"p": 3}, "p must be 1 or 2, got 3"),
+        ({"exact_window": -5}, "exact_window must be at least 0, got -5"),
+        ({"algorithm": "softmax", "exact_window": 2}, 'exact_window must be 0 with algorithm="softmax", got 2'),
+    ],
+    ids=str,
+)
+def test_exchanged_bytes_names_what_is_wrong(options, message):
+    options = {"layout": contiguous_layout((4, 4)), "rank": 0, "kv_heads": 2, "head_dim": 4} | options
+    with pytest.raises((TypeError, ValueError), match=message):
+        exchanged_bytes(options.pop("layout"), options.pop("rank"), **options)

@@ -195,6 +195,7 @@ def check_refusals(group):
             lambda: cut(x),
             lambda: whole(x),
             lambda: parallel.step_(x[:, :1], parallel.init_state(2)),
+            lambda: parallelize_module(parallel, mesh, TensorParallel()),
         ]
     )
 
@@ -207,4 +208,20 @@ def test_refuses_by_name():
         "qkv_proj must return 96 channels",
         "qkv_proj must be a torch.Tensor here, got a DTensor: to shard the heads",
         "weight must be a torch.Tensor here, got a DTensor",
+        "TensorParallel needs a layer whose weights are plain tensors, got DTensors: qkv_proj.weight, ",
     )
+
+
+def check_without_parts(group):
+    layer = make_layer(LAYERS["defaults"])
+    parallel = parallelize_module(copy.deepcopy(layer), mesh_of(group), TensorParallel())
+    for part in ("output_norm", "q_norm", "gate_proj"):
+        for each in (layer, parallel):
+            setattr(each, part, None)
+        compare(layer, parallel, torch.randn(2, 9, 32, dtype=torch.float64))
+        for each in (layer, parallel):
+            each.zero_grad()
+
+
+def test_parts_are_switched_off_after_sharding():
+    run(check_without_parts, 2)

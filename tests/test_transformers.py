@@ -161,13 +161,17 @@ def test_bidirectional_model(given):
     torch.testing.assert_close(o[keep], expected[keep])
 
 
-def test_encoder_decoder_model():
+def bart(**options):
     config = transformers.BartConfig(
         vocab_size=VOCABULARY, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
         encoder_attention_heads=2, decoder_attention_heads=3, max_position_embeddings=64, init_std=0.3, dropout=0.0,
-        pad_token_id=PAD, bos_token_id=1, eos_token_id=None, decoder_start_token_id=1, forced_eos_token_id=None,
+        pad_token_id=PAD, bos_token_id=1, eos_token_id=None, decoder_start_token_id=1, forced_eos_token_id=None, **options,
     )  # fmt: skip
-    model = make(transformers.BartForConditionalGeneration, config)
+    return make(transformers.BartForConditionalGeneration, config)
+
+
+def test_encoder_decoder_model():
+    model = bart()
     source, mask, target = tokens(3, 9), padding_mask("right"), tokens(3, 5)
     logits = model(source, attention_mask=mask, decoder_input_ids=target).logits
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
@@ -175,6 +179,25 @@ def test_encoder_decoder_model():
     assert torch.equal(cached, model.generate(source, **options, use_cache=False))
     model.set_attn_implementation("polynomial")
     torch.testing.assert_close(logits, model(source, attention_mask=mask, decoder_input_ids=target).logits)
+
+
+@pytest.mark.parametrize("options", [{"exact_window": 3}, {"rpe_matrix": "sinusoidal"}], ids=str)
+def test_cross_attention_has_no_positions(options):
+    """The target may be computed in pieces, and padding of the source changes nothing."""
+    model = bart(fastmax=options)
+    source, target, mask = tokens(3, 9), tokens(3, 9), padding_mask("right")
+    logits = model(source, attention_mask=mask, decoder_input_ids=target, use_cache=False).logits
+    encoded = model.get_encoder()(source, attention_mask=mask)
+    cache, pieces = None, []
+    for piece in target.split((4, 1, 1, 1, 1, 1), dim=1):
+        given = {"encoder_outputs": encoded, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        out = model(decoder_input_ids=piece, **given)
+        cache, pieces = out.past_key_values, [*pieces, out.logits]
+    torch.testing.assert_close(torch.cat(pieces, 1), logits)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        one = slice(row, row + 1)
+        alone = model(source[one, :length], decoder_input_ids=target[one], use_cache=False).logits
+        torch.testing.assert_close(logits[one], alone)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
@@ -187,6 +210,42 @@ def test_causal_model_used_bidirectionally(given):
     model.set_attn_implementation("polynomial")
     keep = mask.bool() if given else torch.ones_like(mask).bool()
     torch.testing.assert_close(logits[keep], model(ids, **arguments).logits[keep])
+
+
+# ---- models that share a configuration
+
+
+def test_a_model_that_would_change_what_another_runs_is_refused():
+    config, ids = llama().config, tokens(1, 7)
+    kind = transformers.LlamaForCausalLM
+    for first, second in (("fastmax", "sdpa"), ("sdpa", "fastmax")):
+        config = copy.deepcopy(config)
+        model = kind._from_config(config, attn_implementation=first).double().eval()
+        logits = model(ids).logits
+        message = f'this LlamaModel, asked for attn_implementation="{second}", is also that of a LlamaModel that runs "{first}"'
+        with pytest.raises(ValueError, match=message):
+            kind._from_config(config, attn_implementation=second)
+        assert config._attn_implementation == first and torch.equal(model(ids).logits, logits)
+        other = kind._from_config(config, attn_implementation=first)
+        with pytest.raises(ValueError, match="pass a copy of the config, copy.deepcopy"):
+            other.set_attn_implementation(second)
+        config._attn_implementation = second
+        with pytest.raises(ValueError, match=f'is also that of a Llama.* that runs "{first}"'):
+            integration.check(other)
+        assert torch.equal(model(ids).logits, logits)
+        apart = kind._from_config(copy.deepcopy(config), attn_implementation=second).double().eval()
+        apart.load_state_dict(model.state_dict())
+        assert not torch.allclose(apart(ids).logits, logits)
+        del model, other
+        kind._from_config(config, attn_implementation=second)  # nobody else runs by it
+
+
+def test_models_around_the_same_layers_share_their_configuration():
+    model = llama()
+    around = transformers.LlamaForSequenceClassification(model.config).double()
+    around.model = model.model
+    model.model.set_attn_implementation("sdpa")
+    assert set(integration.check(around).values()) == {"sdpa"}
 
 
 # ---- options
@@ -487,6 +546,11 @@ REFUSED = {
     "packed sequences with a mask": (llama, ids_and(position_ids=PACKED, attention_mask=torch.ones(2, 8)), "packed sequences"),
     "packed sequences of one token": (llama, ids_and(position_ids=torch.tensor([[0, *range(7)]] * 2)), "packed sequences"),
     "custom mask": (llama, ids_and(attention_mask=torch.ones(2, 1, 8, 8).tril().bool()), "custom 4-d mask"),
+    "custom mask without a row for each query": (
+        llama,
+        ids_and(attention_mask=torch.ones(2, 1, 1, 8).bool()),
+        "custom 4-d mask",
+    ),
     "mask of the new tokens only": (llama, ids_and(attention_mask=torch.ones(2, 5)), "must cover all 8 keys"),
 }
 

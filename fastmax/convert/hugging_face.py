@@ -26,10 +26,11 @@ def fastmax_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def options_to_change(model: nn.Module) -> list[dict]:
-    """Returns the option dicts that the layers read. The caller changes them in place."""
-    for config in options.configurations(model):
+    """Returns the option dicts of the configurations whose layers run fastmax. The caller changes them in place."""
+    configs = [config for config in options.configurations(model) if config._attn_implementation == options.NAME]
+    for config in configs:
         config.fastmax = options.all_options(config)
-    return [config.fastmax for config in options.configurations(model)]
+    return [config.fastmax for config in configs]
 
 
 def swap(

@@ -227,7 +227,7 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
         validation.check_count("count", count)
-        layout = _check_layout(layout, group, x.shape[1])
+        layout = _check_layout(layout, group, x.shape[1], "x")
     options = {"function": "tokens_before", "count": count, "dtype of x": x.dtype, "device of x": x.device.type}
     options |= {"batch of x": x.shape[0], "channels of x": x.shape[2]}
     options |= {"gradient of x": x.requires_grad and torch.is_grad_enabled()}
@@ -334,14 +334,15 @@ def _check_tensors(
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {validation.describe(cu_seqlens)}")
 
 
-def _check_layout(layout: Any, group: dist.ProcessGroup, n: int) -> Layout | None:
+def _check_layout(layout: Any, group: dist.ProcessGroup, n: int, name: str = "q") -> Layout | None:
+    """Returns the layout; checks that it has the group's ranks, and for this one the n tokens of the argument `name`."""
     if layout is None:
         return None
     layout = layout if isinstance(layout, Layout) else Layout(layout)
     if layout.world != group.size():
         raise ValueError(f"layout must be for {group.size()} ranks, got one for {layout.world}")
     if layout.count(group.rank()) != n:
-        raise ValueError(f"q must have the {layout.count(group.rank())} tokens that layout[{group.rank()}] holds, got {n}")
+        raise ValueError(f"{name} must have the {layout.count(group.rank())} tokens that layout[{group.rank()}] holds, got {n}")
     return layout
 
 

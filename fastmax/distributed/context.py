@@ -72,18 +72,21 @@ class Context:
         return self.mesh.get_group()
 
     @outside_of_compiled_code
-    def layout_of(self, tokens: int) -> Layout:
-        """Returns the layout, given the number of local tokens. Without a fixed `Layout`, this is a rank consistency check."""
+    def layout_of(self, tokens: int, name: str = "x") -> Layout:
+        """Returns the layout, given the number of local tokens, those of the argument `name`.
+
+        Without a fixed `Layout`, this is a rank consistency check.
+        """
         if isinstance(self.layout, Layout):
-            self._check_tokens(self.layout, tokens)
+            self._check_tokens(self.layout, tokens, name)
             return self.layout
         return self._consistent_layout(tokens, {})
 
-    def _check_tokens(self, layout: Layout, tokens: int) -> None:
+    def _check_tokens(self, layout: Layout, tokens: int, name: str) -> None:
         held = layout.count(self.group.rank())
         with report_errors(self.group):
             if held != tokens:
-                raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
+                raise ValueError(f"{name} must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
 
     def _consistent_layout(self, tokens: int, options: dict[str, str]) -> Layout:
         """Checks that all ranks have the same kind of layout and options. Returns the layout for their numbers of tokens."""
@@ -113,6 +116,28 @@ class Context:
         parts = self.layout_of(tokens).of(self.group.rank())
         pieces = [torch.arange(part.start, part.stop, device=device) for part in parts]
         return torch.cat(pieces) if pieces else torch.arange(0, device=device)
+
+    @outside_of_compiled_code
+    def refuse_local_positions(self, positions: Tensor) -> None:
+        """Raises an error on all ranks if positions (b, n) of the local tokens count from the first local one.
+
+        A model that is not given the positions of its tokens counts so, also on ranks that hold later tokens.
+
+        Raises:
+            ValueError: they do. On a GPU, a device-side assertion fails instead.
+        """
+        n = positions.shape[-1]
+        own, local = self.positions(n, positions.device), torch.arange(n, device=positions.device)
+        wrong = (positions == local).all() & (own != local).any()
+        message = (
+            "position_ids must be the positions of this rank's tokens in the whole sequence, got 0, 1, 2, ...: pass them to "
+            "the model, and to context_parallel as one of its buffers"
+        )
+        with report_errors(self.group):
+            if wrong.is_cuda:
+                torch._assert_async(~wrong, message)
+            elif wrong:
+                raise ValueError(message)
 
     @outside_of_compiled_code
     def with_tokens_before(self, x: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -191,7 +216,14 @@ class Context:
             raise ValueError(message)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """Returns a copy of the local tokens of x, which holds the whole sequence in dimension `dim`."""
+        """Returns a copy of the local tokens of x, which holds the whole sequence in dimension `dim`.
+
+        Raises:
+            TypeError, ValueError: x is no tensor, or has no such dimension, or not the layout's number of tokens there.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {validation.describe(x)}")
+        _check_dim("dim", dim, x)
         tokens, group = x.shape[dim], self.group
         if isinstance(self.layout, Layout):
             layout = self.layout
@@ -231,7 +263,7 @@ class Context:
             if q.dim() != 4:
                 raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
         # With contiguous ranges the attention function itself exchanges the numbers of tokens.
-        layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
+        layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2], "q")
         with sharded_dispatch.entered(None):
             return attention(q, k, v, group=self.group, layout=layout, **options)
 
@@ -245,10 +277,10 @@ class _ForwardContext(Context):
         self._checked_layout: Layout | None = None
 
     @outside_of_compiled_code
-    def layout_of(self, tokens: int) -> Layout:
+    def layout_of(self, tokens: int, name: str = "x") -> Layout:
         if self._checked_layout is None or self._checked_layout.count(self.group.rank()) != tokens:
             if isinstance(self.layout, Layout):
-                self._check_tokens(self.layout, tokens)
+                self._check_tokens(self.layout, tokens, name)
             self._checked_layout = self._consistent_layout(tokens, self._options)
         return self._checked_layout
 
@@ -334,6 +366,9 @@ def context_parallel(
     that is active at that time.
     """
     context = Context(mesh, layout)
+    for name, given in (("buffers", buffers), ("buffer_seq_dims", buffer_seq_dims)):
+        if isinstance(given, Tensor) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} must be a sequence, got {validation.describe(given)}")
     if len(buffers) != len(buffer_seq_dims):
         raise ValueError(f"buffer_seq_dims must have one dimension per buffer, got {len(buffer_seq_dims)} for {len(buffers)}")
     for i, x in enumerate(buffers):
@@ -341,6 +376,10 @@ def context_parallel(
             raise TypeError(f"buffers[{i}] must be a tensor without gradient, got {validation.describe(x)}")
         if not x.is_contiguous():
             raise ValueError(f"buffers[{i}] must be contiguous to be resized in place: pass a copy, got strides {x.stride()}")
+        _check_dim(f"buffer_seq_dims[{i}]", buffer_seq_dims[i], x)
+        for j in range(i):
+            if _overlap(x, buffers[j]):
+                raise ValueError(f"buffers[{i}] shares memory with buffers[{j}], and each is written in place: pass a copy")
     for x in no_restore_buffers:
         if not any(x is buffer for buffer in buffers):
             raise ValueError("no_restore_buffers must be a subset of buffers")
@@ -352,6 +391,20 @@ def context_parallel(
             yield
     finally:
         _write(buffers, whole)
+
+
+def _check_dim(name: str, dim: object, x: Tensor) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{name} must be an int, got {validation.describe(dim)}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name} must be a dimension of a tensor with {x.ndim}, got {dim}")
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Returns whether two contiguous tensors share memory."""
+    if x.device != y.device or min(x.numel(), y.numel()) == 0:
+        return False
+    return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ class TensorParallel(ParallelStyle):
 
     Raises:
         TypeError: the module is not a FastmaxSelfAttention.
-        ValueError: the mesh has more than one dimension, or its size does not divide `num_kv_heads`.
+        ValueError: the mesh has more than one dimension, or its size does not divide `num_kv_heads`; the weights are DTensors.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -33,6 +33,10 @@ class TensorParallel(ParallelStyle):
         ranks = device_mesh.size()
         if module.num_kv_heads % ranks != 0:
             raise ValueError(f"num_kv_heads must be a multiple of the mesh's {ranks} ranks, got {module.num_kv_heads}")
+        if sharded := [name for name, x in module.named_parameters() if isinstance(x, DTensor)]:
+            raise ValueError(
+                f"TensorParallel needs a layer whose weights are plain tensors, got DTensors: {', '.join(sharded)}"
+            )
         heads = _Heads(module, device_mesh)
         own = {"num_heads": module.num_heads // ranks, "num_kv_heads": module.num_kv_heads // ranks}
         vars(module).update(own)  # type: ignore[attr-defined]  # the layer refuses to set them, since its weights have sizes
@@ -50,19 +54,17 @@ class _Heads:
         own = [count // mesh.size() for count in counts]
         starts = [sum(counts[:i]) + mesh.get_local_rank() * own[i] for i in range(len(counts))]
         self.rows = [slice(start, start + count) for start, count in zip(starts, own, strict=True)]  # of q, k and v
-        self.names = [name for name, _ in module.named_parameters()]
-        for name in self.names:
+        for name, parameter in list(module.named_parameters()):
             owner, leaf = _find(module, name)
-            parameter = owner._parameters[leaf]
             whole = distribute_tensor(parameter, mesh, [_placement(name)])
             owner.register_parameter(leaf, nn.Parameter(whole, parameter.requires_grad))
         self.whole: dict[str, Tensor] = {}  # during a forward
 
     def enter(self, module: FastmaxSelfAttention, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        for name in self.names:
+        for name, whole in list(module.named_parameters()):  # a part may have been switched off since
             owner, leaf = _find(module, name)
-            self.whole[name] = owner._parameters[leaf]
-            owner._parameters[leaf] = self._own(name, owner._parameters[leaf])
+            self.whole[name] = whole
+            owner._parameters[leaf] = self._own(name, whole)
         if args:
             return (self._shared(args[0]), *args[1:]), kwargs
         return args, {name: self._shared(x) if name == "x" else x for name, x in kwargs.items()}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fastmax import eager
+from fastmax.core import validation
 from fastmax.distributed import halo, ring
 from fastmax.distributed.layout import Layout
 from fastmax.distributed.states import uses_all_to_all
@@ -65,7 +66,26 @@ def exchanged_bytes(
         algorithm: "linear", "quadratic" or "softmax".
         causal, p, exact_window: as in the call.
         log_decay, attention_mask, cu_seqlens, log_input_gate: whether the call has them.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
     """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Layout, got {validation.describe(layout)}")
+    validation.check_count("rank", rank, least=0)
+    if rank >= layout.world:
+        raise ValueError(f"rank must be below the layout's {layout.world} ranks, got {rank}")
+    sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "batch": batch}
+    for name, size in sizes.items():
+        if size is not None or name != "value_dim":
+            validation.check_count(name, size)
+    validation.check_dtype("dtype", dtype)
+    if algorithm not in ("linear", "quadratic", "softmax"):
+        raise ValueError(f'algorithm must be "linear", "quadratic" or "softmax", got {validation.describe(algorithm)}')
+    validation.check_degree(p)
+    validation.check_exact_window(exact_window)
+    if exact_window > 0 and algorithm == "softmax":
+        raise ValueError(f'exact_window must be 0 with algorithm="softmax", got {exact_window}')
     if layout.world == 1:
         return Bytes(0, 0)
     like = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device="meta")

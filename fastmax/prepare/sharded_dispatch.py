@@ -49,6 +49,9 @@ class ParallelContext(Protocol):
     def layout_of(self, tokens: int) -> Any:
         """Returns the layout of a sequence of which this rank has `tokens` tokens. The layout's `tokens` counts all of them."""
 
+    def refuse_local_positions(self, positions: Tensor) -> None:
+        """Raises an error if positions (b, n) of the local tokens count from the first local one, and others precede it."""
+
     def with_tokens_before(self, x: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
         """Returns each local part of x (b, n, channels) behind the `count` tokens before it, and their positions, int64."""
 

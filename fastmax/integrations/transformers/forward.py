@@ -64,7 +64,8 @@ def fastmax_attention_forward(
     Args:
         module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
         key, value: those that query sees; with a `FastmaxCache` the new ones, which are to join its state.
-        attention_mask: what `fastmax_mask` returns; or bool (batch, 1, 1, keys), True = takes part, of a bidirectional layer.
+        attention_mask: what `fastmax_mask` returns; or bool (batch, 1, 1, keys), True = takes part, of a bidirectional layer or
+            a single query.
         dropout: of attention weights; must be 0, unless the option `dropout` takes its place.
         scaling: softmax attention's scale; the temperature is its inverse unless an option says otherwise.
         is_causal: read only where the model makes no mask.
@@ -118,6 +119,9 @@ def _attention(
     cu_seqlens = _documents(query, keys, mask, state is not None, kwargs)
     if cu_seqlens is None and kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
+    if _is_cross_attention(module, mask.causal, query.shape[2], keys):
+        for name in _OF_POSITIONS:
+            options.pop(name, None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
@@ -130,14 +134,20 @@ def _attention(
     kept = _kept_keys(module, options, mask.causal)
     if state is None:
         options.pop("kept_keys", None)
+    context = sharded_dispatch.current()
     if kept > 0:
-        if sharded_dispatch.current() is not None:
+        if context is not None:
             raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {kept}")
         if gate is None:
             raise ValueError(
                 f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: "
                 f"fastmax.integrations.transformers.{InputGate.ADDED_BY}(model)"
             )
+    if context is not None:
+        context.telling(_refuse_documents)(module, cu_seqlens)
+        if kwargs.get("position_ids") is not None and not mask.places_are_checked:
+            context.refuse_local_positions(kwargs["position_ids"])
+            mask.places_are_checked = True
     if state is not None:
         o = state.attend(query, mask, options, log_decay, gate)
     elif kept > 0:
@@ -155,6 +165,18 @@ def _attention(
         options |= {"log_decay": log_decay, "log_input_gate": gate}
         o = fastmax_attention(query, key, value, causal=mask.causal, attention_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+_OF_POSITIONS = ("exact_window", "rpe_matrix")  # options that compare the positions of queries and keys
+
+
+def _is_cross_attention(module: nn.Module, causal: bool, queries: int, keys: int) -> bool:
+    """Returns whether queries and keys are of different sequences, so that their positions cannot be compared."""
+    if causal:
+        return False
+    of_decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", False)
+    says_so = of_decoder or getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    return says_so or queries != keys
 
 
 def _kept_keys(module: nn.Module, options: dict, causal: bool) -> int:
@@ -189,6 +211,11 @@ def _softmax(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: FastmaxMask | Tensor | None, given: dict
 ) -> tuple[Tensor, None]:
     """Computes softmax attention of a layer that the option `layers` leaves out."""
+    if sharded_dispatch.current() is not None:
+        raise ValueError(
+            f"{type(module).__name__}, a layer of softmax attention that the option layers leaves out, sees the tokens of one "
+            "rank only in context_parallel: run fastmax in all layers"
+        )
     of_ours = isinstance(attention_mask, FastmaxMask)
     cu_seqlens = _named_documents(query, given)
     if cu_seqlens is not None:
@@ -213,6 +240,15 @@ def _documents(query: Tensor, keys: int, mask: FastmaxMask, has_state: bool, giv
         cached = ", a FastmaxCache" if has_state else ""
         raise ValueError(f"{ONLY}; got cu_seq_lens_q, {kind}, {masked} attention_mask, {n} queries of {keys} keys{cached}")
     return cu_seqlens
+
+
+def _refuse_documents(module: nn.Module, cu_seqlens: Tensor | None) -> None:
+    """Raises an error if a rank of `context_parallel` has packed documents."""
+    if cu_seqlens is not None:
+        raise ValueError(
+            f"{type(module).__name__} got packed documents (position_ids that do not count on, or cu_seq_lens_q), which have "
+            'no form in context_parallel; with its layout "contiguous" the positions of a rank count on'
+        )
 
 
 def _named_documents(query: Tensor, given: dict) -> Tensor | None:
@@ -303,7 +339,8 @@ def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: 
                 "it is causal and has no mask"
             )
         return FastmaxMask(bool(causal), None)
-    if attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m):
+    is_padding = attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m)
+    if is_padding and (n == 1 or not (getattr(module, "is_causal", None) if is_causal is None else is_causal)):
         return FastmaxMask(False, attention_mask[:, 0, 0])
     raise ValueError(
         f'attn_implementation="{NAME}" takes padding masks only ((batch, keys) in the call of the model), got attention_mask '

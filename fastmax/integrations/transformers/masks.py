@@ -30,6 +30,10 @@ class FastmaxMask(Unreadable):
         keys: the number of keys, those in a cache included; None = not known.
         packed: each query sees its own document only, as far as the arguments say; `cu_seqlens` checks it.
         model: the kind of model, for messages.
+        positions_are_checked, places_are_checked, history_is_checked, documents_are_checked: whether a layer has done it. A
+            mask serves all layers.
+
+    Args:
         arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
     """
 
@@ -50,6 +54,7 @@ class FastmaxMask(Unreadable):
         self.keys = keys
         self.packed = packed
         self.positions_are_checked = False
+        self.places_are_checked = False  # of the tokens of a rank
         self.history_is_checked = False
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._arguments = arguments

@@ -1,6 +1,6 @@
 """Checks a model when it is made with `attn_implementation="fastmax"` or set to it, and lets its first forward be observed.
 
-transformers has no hook for either event, nor for submodules that a configuration adds to a model (`decay`). So `watch` wraps
+transformers has no hook for either event, nor for submodules that a configuration adds to a model (`gates`). So `watch` wraps
 methods of `PreTrainedModel`.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -47,10 +49,12 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         configuration of its part says so.
 
     Raises:
-        ValueError: a part with attention of its own, by name; `layers` that the model does not have.
+        ValueError: a part with attention of its own, by name; `layers` that the model does not have; a configuration object
+            that is also another live model's, with another attention.
         TypeError, ValueError: an option that `fastmax_attention` refuses.
     """
     check_model(model)
+    _refuse_configurations_of_others(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_dispatch(part)
@@ -65,7 +69,52 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
             raise ValueError(refusal(model, name, module, "it is PyTorch's own"))
         if not is_of_pytorch(module):
             observe_first_forward(model, name, module, config)
+    for part in _parts(model):
+        _checked[part] = part.config._attn_implementation
     return {name: implementation(layer) for name, layer in attention_layers(model)}
+
+
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, str] = (
+    weakref.WeakKeyDictionary()
+)  # model -> the attention of its last check
+
+
+def _parts(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yields the model and its parts that are transformers models."""
+    return (part for part in model.modules() if isinstance(part, PreTrainedModel))
+
+
+def _refuse_configurations_of_others(model: PreTrainedModel) -> None:
+    """Raises an error if a configuration object of the model is another model's too, which runs another attention.
+
+    Models read what they run from their configuration. So the other one would run the new attention without a word.
+    """
+    for collected in (False, True):
+        found = next(_others(model), None)
+        if found is None:
+            return
+        if not collected:
+            gc.collect()  # models that are not used any more may wait for it
+    part, other, before = found
+    asked, part.config._attn_implementation_internal = part.config._attn_implementation, before
+    raise ValueError(
+        f'the configuration of this {type(part).__name__}, asked for attn_implementation="{asked}", is also that of a '
+        f'{type(other).__name__} that runs "{before}", and what one of them runs the other runs too: pass a copy of the '
+        "config, copy.deepcopy(config)"
+    )
+
+
+def _others(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, PreTrainedModel, str]]:
+    """Yields parts of the model, other live models with the same configuration object, and the other attention that these run.
+
+    Models that have a part in common are not others: they run the same layers.
+    """
+    parts = set(_parts(model))
+    for other, before in list(_checked.items()):
+        same = [part for part in parts if part.config is other.config]
+        now = other.config._attn_implementation
+        if same and now != before and NAME in (now, before) and parts.isdisjoint(_parts(other)):
+            yield same[0], other, before
 
 
 def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
