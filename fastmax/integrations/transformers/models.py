@@ -74,9 +74,8 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
     return {name: implementation(layer) for name, layer in attention_layers(model)}
 
 
-_checked: weakref.WeakKeyDictionary[PreTrainedModel, str] = (
-    weakref.WeakKeyDictionary()
-)  # model -> the attention of its last check
+# The attention of each model's last check
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 
 
 def _parts(model: nn.Module) -> Iterator[PreTrainedModel]:
