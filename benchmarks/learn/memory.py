@@ -58,7 +58,7 @@ NEAR_KEYS = ("p2_near_256", "p2_near_384")
 HYBRIDS = (
     *("hybrid_early", "hybrid_middle", "hybrid_one", "hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_kept_keys_256"),
     *("hybrid_steady", "hybrid_kept_keys_steady_softmax", "hybrid_sdpa_256", "hybrid_sdpa_384"),
-    *("hybrid_sdpa_early", "hybrid_sdpa_gate", "hybrid_sdpa_wide"),
+    *("hybrid_sdpa_early", "hybrid_sdpa_gate", "hybrid_sdpa_wide", "hybrid_sdpa_gate_wide"),
     *("hybrid_nope", "hybrid_kept_keys_nope", "hybrid_kept_keys_nope_256", "hybrid_kept_keys_nope_steady"),
 )
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")

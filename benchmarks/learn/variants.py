@@ -284,6 +284,14 @@ VARIANTS = {
         softmax_parts=model.WITHOUT_DECAY,
         sdpa=True,
     ),
+    "hybrid_sdpa_gate_wide": Variant(
+        "p = 2, all parts, input gate, half as many heads; softmax without decay (SDPA) in every third layer",
+        parts={"input_gate": True},
+        wide=True,
+        every=3,
+        softmax_parts=model.WITHOUT_DECAY,
+        sdpa=True,
+    ),
     "hybrid_kept_keys_sdpa": Variant(
         "p = 2, all parts, 256 kept keys; softmax without decay (SDPA) in every third layer",
         parts=KEPT,
