@@ -464,6 +464,27 @@ def test_gates_are_not_decayed_to_zero():
     assert not any("out_proj" in name for name in same)
 
 
+def test_what_finetune_decays(monkeypatch):
+    model = make(decay=True)
+    convert.swap(model, exact_window=WINDOW, input_gate=True)
+    groups = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda given, **options: groups.extend(given) or torch.optim.SGD(given))
+    convert.finetune(model, [(tokens(), tokens())], steps=1)
+    decayed = {id(x) for x in groups[0]["params"]}
+    assert groups[1]["weight_decay"] == 0.0
+    for name, x in model.named_parameters():
+        is_gate = "decay_proj" in name or "input_gate_proj" in name
+        assert (id(x) in decayed) == (x.dim() == 2 and not is_gate), name
+    assert any(x.dim() == 3 for x in model.parameters())  # a convolution
+
+
+def test_padding_of_a_float_mask_is_refused(swapped):
+    model, teacher, _ = swapped
+    additive = torch.zeros(2, N).masked_fill(torch.arange(N) > 3, -torch.inf)
+    with pytest.raises(TypeError, match="attention_mask of a batch must be bool or integer, 0 = padding, got torch.float32"):
+        convert.attention_errors(model, teacher, [{"tokens": tokens(), "attention_mask": additive}])
+
+
 def test_finetune_refuses(swapped):
     model, _, _ = swapped
     for batch, message in (((tokens(),), "scalar loss of a batch"), ("text", "batches must hold")):

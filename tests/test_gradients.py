@@ -129,6 +129,32 @@ def test_vmap_by_autograd(causal, algorithm, device):
         torch.testing.assert_close(grad, expected[f"grad {name}"])
 
 
+@in_turn("algorithm")
+@by_algorithm
+@by_causal
+@by_option
+def test_batched_gradients(option, causal, algorithm, device):
+    """`torch.autograd.functional.jacobian(vectorize=True)` takes them too."""
+    options, leaves = make_options(option, TINY, torch.float64, device), tiny_leaves(device)
+    o = fastmax_attention(*leaves, causal=causal, algorithm=algorithm, **options)
+    grads = torch.randn(3, *o.shape, dtype=o.dtype, device=device)
+    expected = [torch.autograd.grad(o, leaves, grad, retain_graph=True) for grad in grads]
+    batched = torch.autograd.grad(o, leaves, grads, is_grads_batched=True)
+    for x, ones in zip(batched, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(ones))
+
+
+def test_batched_gradients_of_softmax_and_log_sums(device):
+    leaves = tiny_leaves(device)
+    for attention in (partial(fastmax_attention, exact_window=2), flash_attention):
+        outputs = attention(*leaves, causal=True, return_lse=True)
+        grads = tuple(torch.randn(3, *x.shape, dtype=x.dtype, device=device) for x in outputs)
+        expected = [torch.autograd.grad(outputs, leaves, both, retain_graph=True) for both in zip(*grads, strict=True)]
+        batched = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True)
+        for x, ones in zip(batched, zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(x, torch.stack(ones))
+
+
 @by_algorithm
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
 def test_second_derivative_of_the_custom_gradient_is_refused(names, algorithm, device):

@@ -5,7 +5,7 @@ import torch
 from common import by_dtype, by_gradient, check_operator, in_turn, relative, torch_warns
 from torch.autograd import gradcheck
 
-from fastmax.prepare.normalization import normalize_queries_and_keys
+from fastmax.prepare.normalization import normalize_queries_and_keys, normalize_rows
 from fastmax.testing.reference import normalized
 
 by_kind = pytest.mark.parametrize("kind", ["sequence", "token"])
@@ -59,6 +59,17 @@ def test_neither_overflows_nor_underflows(size, kind, custom, device):
     exact = normalized((size * x).double(), kind, 1.0)
     o = normalize((size * x).requires_grad_(), kind, 1.0, custom)
     torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-25, 1e25, 2e38])
+def test_packed_sequences_neither_overflow_nor_underflow(size, device):
+    sizes = torch.tensor([1.0] * 4 + [size] * 5, dtype=torch.float64, device=device)[:, None]
+    x = ((torch.rand(2, 2, 9, 4, dtype=torch.float64, device=device) + 0.5) * sizes).float()
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    o = normalize_rows(x.requires_grad_(), "sequence", 1.0, cu_seqlens=bounds)
+    exact = torch.cat([normalized(part.double(), "sequence", 1.0) for part in x.detach().split((4, 5), 2)], 2)
+    torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=0.0)
+    assert torch.autograd.grad(o.sum(), x)[0].isfinite().all() or size < 1e-38
 
 
 @by_gradient

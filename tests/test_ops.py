@@ -270,6 +270,25 @@ def test_compile_dynamic_is_one_graph_for_all_lengths(causal, device, fresh_dyna
     assert graphs[-1] == graphs[0] > 0
 
 
+def test_compile_autograd_with_symbolic_coefficients(device, fresh_dynamo):
+    x = torch.randn(1, 2, 9, 4, device=device)
+
+    def attend(a2):
+        return fastmax_attention(x, x, x, causal=True, a2=a2, use_custom_gradient=False)
+
+    compiled = torch.compile(attend, backend="aot_eager", dynamic=True)
+    for a2 in (0.5, 0.6, 0.7):
+        torch.testing.assert_close(compiled(a2), attend(a2))
+
+
+def test_options_that_an_operator_lacks(device):
+    call = Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True)
+    x = torch.randn(1, 2, 5, 4, device=device)
+    for name, value in {"left": 1, "right": 0, "lag": 3}.items():
+        with pytest.raises(ValueError, match=f"{name} is not supported by this operator"):
+            ops.attention(x, x, x, call._replace(**{name: value}))
+
+
 @torch_warns
 def test_compile_inductor(device, fresh_dynamo):
     """A model's block is compiled by Inductor, forward and backward, at two lengths."""

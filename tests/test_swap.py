@@ -261,9 +261,49 @@ def test_is_causal_spares_reading_the_mask():
     mha = swapped(make_mha(batch_first=True))
     x = torch.randn(2, 5, E, dtype=DTYPE)
     with mock.patch("torch.equal", side_effect=AssertionError("the mask was compared")):
-        mha(x, x, x, attn_mask=causal_mask(5), is_causal=True)
-        with pytest.raises(AssertionError, match="was compared"):
-            mha(x, x, x, attn_mask=causal_mask(5))
+        mha(x, x, x, need_weights=False, attn_mask=causal_mask(5), is_causal=True)
+        for given in ({"need_weights": False}, {"is_causal": True}):
+            with pytest.raises(AssertionError, match="was compared"):
+                mha(x, x, x, attn_mask=causal_mask(5), **given)
+
+
+def test_mask_that_is_causal_contradicts():
+    """nn.MultiheadAttention adds such a mask to its scores, unless need_weights is False."""
+    mha, bias = swapped(make_mha(batch_first=True)), torch.full((5, 5), 0.5, dtype=DTYPE)
+    x = torch.randn(2, 5, E, dtype=DTYPE)
+    with pytest.raises(ValueError, match="attn_mask must hold 0 and -inf only"):
+        mha(x, x, x, attn_mask=bias, is_causal=True)
+    other = causal_mask(5)
+    other[3, 0] = True
+    with pytest.raises(ValueError, match="attn_mask is neither all visible nor the causal"):
+        mha(x, x, x, attn_mask=other, is_causal=True)
+    compiled = torch.compile(mha, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x, x, attn_mask=causal_mask(5), is_causal=True)[0], mha(x, x, x, is_causal=True)[0])
+    with pytest.raises(RuntimeError, match="attn_mask must be the causal mask"):
+        compiled(x, x, x, attn_mask=other, is_causal=True)
+
+
+@pytest.mark.parametrize("options", [{"exact_window": 2}, {"rpe_matrix": "sinusoidal"}], ids=["exact window", "sinusoidal"])
+def test_positions_of_cross_attention(options):
+    layer = nn.TransformerDecoderLayer(E, HEADS, 16, dropout=0.0, batch_first=True, dtype=DTYPE).eval()
+    swap_attention(layer, **options)
+    target, memory = torch.randn(2, 7, E, dtype=DTYPE), torch.randn(2, 5, E, dtype=DTYPE)
+    y = layer(target, memory, tgt_is_causal=True)
+    torch.testing.assert_close(layer(target, memory.flip(1), tgt_is_causal=True), y)  # memory has no positions
+    plain = nn.TransformerDecoderLayer(E, HEADS, 16, dropout=0.0, batch_first=True, dtype=DTYPE).eval()
+    swap_attention(plain)
+    plain.load_state_dict(layer.state_dict())
+    assert not torch.allclose(plain(target, memory, tgt_is_causal=True), y)  # the target has
+
+    mha = swapped(make_mha(batch_first=True), **options)
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name} compares positions within a sequence.*set attention\.{name} = "):
+        mha(target, memory, memory)
+    if name == "exact_window":
+        mha.attention.exact_window = 0
+    else:
+        mha.attention.rpe_matrix = None
+    mha(target, memory, memory)
 
 
 def test_query_without_keys_gets_the_output_bias():

@@ -136,6 +136,44 @@ def test_cached_logits_equal_one_pass(family):
     torch.testing.assert_close(torch.cat((first.logits, several.logits, last.logits), dim=1), expected)
 
 
+@pytest.mark.parametrize("options", [{"exact_window": 4}, {"rpe_matrix": "sinusoidal"}], ids=["exact window", "sinusoidal"])
+def test_mask_of_four_dimensions_in_a_step(options):
+    model, ids = llama(), tokens(2, 9)
+    integration.configure(model, **options)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    y = model(ids[:, 8:], past_key_values=cache, attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.bool)).logits
+    torch.testing.assert_close(y, model(ids, use_cache=False).logits[:, 8:])
+
+
+@pytest.mark.parametrize("options", [{"exact_window": 4}, {"rpe_matrix": "sinusoidal"}], ids=["exact window", "sinusoidal"])
+def test_padding_between_tokens_is_refused(options):
+    """It would count as positions. `FastmaxCache` and kept keys count real tokens only."""
+    model, ids = llama(), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 3:5] = 0
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    model(ids, **given)
+    integration.configure(model, **options)
+    with pytest.raises(ValueError, match="attention_mask must have padding at the ends of a sequence only"):
+        model(ids, **given, use_cache=False)
+    for side in (slice(0, 3), slice(7, None)):
+        mask = torch.ones_like(ids)
+        mask[1, side] = 0
+        model(ids, attention_mask=mask, use_cache=False)
+
+
+def test_positions_of_several_axes_that_start_again():
+    text = torch.arange(6).expand(3, 2, -1)
+    image = torch.stack([torch.tensor([0, 1, 1, 1, 1, 3]), torch.tensor([0, 1, 1, 2, 2, 3]), torch.tensor([0, 1, 2, 1, 2, 3])])
+    packed = torch.tensor([0, 1, 2, 0, 1, 2]).expand(3, 1, -1)
+    for accepted in (text, image[:, None]):
+        integration.FastmaxMask(True, None).refuse_packing(accepted)
+    with pytest.raises(ValueError, match="position_ids start again within a row"):
+        integration.FastmaxMask(True, None).refuse_packing(packed)
+    padding = torch.tensor([[True, True, True, False, True, True]])
+    integration.FastmaxMask(True, padding).refuse_packing(packed)
+
+
 # ---- bidirectional and cross attention
 
 

@@ -58,6 +58,8 @@ def padding_of(arguments: Mapping[str, object]) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise ValueError(f"attention_mask of a batch must be a tensor (b, n), got {validation.describe(mask)}")
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"attention_mask of a batch must be bool or integer, 0 = padding, got {mask.dtype}")
     return mask.bool()
 
 

@@ -13,8 +13,10 @@ from fastmax.convert.batches import Batch, call, first, fresh_casts
 from fastmax.convert.layers import check_module
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 from fastmax.core import validation
+from fastmax.nn.short_convolution import ShortConvolution
 
-_GATES = "decay", "input_gate"  # in names of their parameters, which are 0 at first
+# Modules whose parameters have no weight decay: gates, of FastmaxSelfAttention and of Hugging Face models, are 0 at first.
+_GATES = frozenset({"decay_proj", "input_gate_proj", "fastmax_decay", "fastmax_input_gate"})
 
 
 @fresh_casts()
@@ -31,7 +33,8 @@ def finetune(
 ) -> list[dict[str, float]]:
     """Trains the model on next-token prediction, with AdamW, warm-up and a cosine schedule down to a tenth of the rate.
 
-    Weight decay applies to matrices except those of decay and input gates. The training mode of the model is not changed: call
+    Weight decay applies to matrices, and stacks of matrices, except those of decay gates, input gates and the convolutions of
+    `FastmaxSelfAttention`. The training mode of the model is not changed: call
     `model.train()` first if it has dropout.
 
     Args:
@@ -65,10 +68,12 @@ def finetune(
             raise ValueError(f"model ({type(model).__name__}) must have parameters that require a gradient, got none")
     else:
         trained = named(model, parameters)
+    convolutions = {id(x) for module in model.modules() if isinstance(module, ShortConvolution) for x in module.parameters()}
     decayed: list[Tensor] = []
     rest: list[Tensor] = []
     for name, x in trained.items():
-        (decayed if x.dim() >= 2 and not any(gate in name for gate in _GATES) else rest).append(x)
+        is_matrix = x.dim() >= 2 and id(x) not in convolutions and _GATES.isdisjoint(name.split("."))
+        (decayed if is_matrix else rest).append(x)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
     schedule = warmup_and_cosine(optimizer, steps, warmup, final=0.1)

@@ -154,7 +154,9 @@ class Signature:
         self._results = [self.gradient_names.index(name) if name in self.differentiable else None for name in tensors]
         self._options = [Call._fields.index(name) for name in options]
         self._tensors = [Call._fields.index(name) for name in tensors]
-        self._absent = [Call._fields.index(name) for name in ACCOMPANYING if name not in tensors]
+        # An operator without `causal` or `algorithm` has one form of it.
+        others = [name for name in Call._field_defaults if name not in (*tensors, *options, "causal", "algorithm")]
+        self._foreign = [(Call._fields.index(name), Call._field_defaults[name]) for name in others]
 
     @property
     def schema(self) -> str:
@@ -178,11 +180,11 @@ class Signature:
         """Returns the tensors, and the score and options, in the order of the schema.
 
         Raises:
-            ValueError: the call has a tensor that the schema has not.
+            ValueError: the call has a tensor or an option that the schema has not.
         """
-        for i in self._absent:
-            if call[i] is not None:
-                accepted = ", ".join(self.tensor_names)
+        for i, default in self._foreign:
+            if call[i] is not default and (default is None or call[i] != default):
+                accepted = ", ".join((*self.tensor_names, *self.option_names))
                 raise ValueError(f"{Call._fields[i]} is not supported by this operator, which takes {accepted}")
         return tuple([call[i] for i in self._tensors]), (*call.score, *[call[i] for i in self._options], allow_tf32)
 

@@ -54,7 +54,7 @@ class Score(NamedTuple):
             return torch.full((), x, dtype=y.dtype, device=y.device)
 
         if self._is_square:
-            return torch.addcmul(constant(self.minimum(float("inf"))), y, y, value=self.a2, out=out)
+            return torch.addcmul(constant(self.a0 - self.a1 * self.a1 / (4.0 * self.a2)), y, y, value=self.a2, out=out)
         return torch.addcmul(constant(self.a0), y, torch.add(constant(self.a1), y, alpha=self.a2, out=temporary), out=out)
 
     def slope(self, y: Tensor, out: Tensor | None = None) -> tuple[float, Tensor | None]:

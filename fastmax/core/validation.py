@@ -21,6 +21,7 @@ from fastmax.core.warning import warn
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NORMALIZE = (False, True, "sequence", "token")
 DEFAULT_LIM = 1.0
+OF_POSITIONS = {"exact_window": 0, "rpe_matrix": None}  # options that compare positions of queries and keys -> their defaults
 LARGEST_COUNT = 2**31 - 1  # of tokens, channels or batch entries: kernels hold these numbers in 32 bits
 
 _SHORT = reprlib.Repr()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastmax import ops
 from fastmax.core import validation
+from fastmax.core.validation import OF_POSITIONS
 from fastmax.nn.multi_head_attention import OPTIONS, FASTMultiHeadAttention
 
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
@@ -29,7 +30,9 @@ def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAt
         options: options of `FASTMultiHeadAttention`, except `mask`: the masks of a call decide whether it is causal.
             `temperature` defaults to sqrt(head_dim), the scale of softmax attention. Fastmax has no attention weights to drop:
             a module whose `dropout` is not 0 is an error in training mode, now or when it is called. The option `dropout`
-            replaces it by noise of this strength on the output; 0.0: none.
+            replaces it by noise of this strength on the output; 0.0: none. `exact_window` and `rpe_matrix` do not apply to the
+            cross-attention of an `nn.TransformerDecoderLayer`, whose queries and keys share no positions. Other modules refuse
+            them in a call that is not causal and whose query and key are different tensors.
 
     Returns:
         The original modules by name. `model.set_submodule(name, original)` restores one.
@@ -65,7 +68,11 @@ def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAt
         if module.training and "dropout" not in options:
             _refuse_dropout(f"cannot swap {name!r}", module.dropout)
     unique = {id(module): module for module in found.values()}
-    replacements = {key: SwappedMultiheadAttention(module, **options) for key, module in unique.items()}
+    of_decoders = {id(x.multihead_attn) for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer)}
+    across = {name: value for name, value in options.items() if name not in OF_POSITIONS}  # of cross-attention
+    replacements = {
+        key: SwappedMultiheadAttention(module, **(across if key in of_decoders else options)) for key, module in unique.items()
+    }
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replacements[id(module)])
@@ -127,18 +134,20 @@ class SwappedMultiheadAttention(nn.Module):
             key, value: (b, m, kdim) and (b, m, vdim), with the axis order of query.
             key_padding_mask: (b, m), or (m,) unbatched: bool, True = ignore the key; or float, 0 = keep and -inf = ignore.
                 For a query without keys the attention returns 0 (softmax returns NaN).
-            need_weights, average_attn_weights: without effect. The returned weights are always None.
+            need_weights: the returned weights are always None. True: `attn_mask` is read even if `is_causal` describes it.
+            average_attn_weights: without effect.
             attn_mask: (n, m) or (b * heads, n, m), bool (True = blocked) or float (0 or -inf). It must be all visible or
                 causal: query i sees keys up to i (PyTorch's alignment) or up to i + m - n (aligned at the end). The check
-                reads the mask; `is_causal=True` with n == m skips it.
+                reads the mask; `is_causal=True` with n == m and `need_weights=False` skips it.
             is_causal: the attention is causal, aligned at the start. As in PyTorch it is a hint that `attn_mask` is the causal
-                mask, trusted if n == m. Unlike in PyTorch, `attn_mask` may be omitted.
+                mask, trusted without `need_weights` if n == m. Unlike in PyTorch, `attn_mask` may be omitted.
 
         Returns:
             (output with the axis order of query, None).
 
         Raises:
-            ValueError: a mask or a shape is not supported, or a causal mask has n > m.
+            ValueError: a mask or a shape is not supported, a causal mask has n > m, or `exact_window` or `rpe_matrix` meets
+                cross-attention.
             TypeError: a mask has another dtype, or tensors are nested.
         """
         _check_layout(query, key, value)
@@ -158,7 +167,9 @@ class SwappedMultiheadAttention(nn.Module):
         b, h, n, _ = q.shape
         m = k.shape[2]
         takes_part = None if key_padding_mask is None else _keys_taking_part(key_padding_mask, b, m)
-        reach = _causal_reach(attn_mask, is_causal, b * h, n, m)
+        reach = _causal_reach(attn_mask, is_causal, not need_weights, b * h, n, m)
+        if reach is None and query is not key:
+            self._refuse_options_of_positions()
         if reach is not None and reach < m:
             k, v = k[:, :, :reach], v[:, :, :reach]
             takes_part = takes_part if takes_part is None else takes_part[:, :reach]
@@ -167,6 +178,15 @@ class SwappedMultiheadAttention(nn.Module):
         o = self.attention(q, k, v, mask=reach is not None, attention_mask=takes_part)
         o = self.out_proj(rearrange(o, f"b h n d -> {layout}"))
         return (o[0] if unbatched else o), None
+
+    def _refuse_options_of_positions(self) -> None:
+        for name, default in OF_POSITIONS.items():
+            value = getattr(self.attention, name)
+            if value != default:
+                raise ValueError(
+                    f"{name} compares positions within a sequence, but query and key are different tensors (cross-attention), "
+                    f"got {name} = {value!r}: set attention.{name} = {default!r} in this module, or pass one tensor as both"
+                )
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
@@ -280,8 +300,12 @@ def _blocked(name: str, mask: Tensor) -> Tensor:
     return blocked
 
 
-def _causal_reach(attn_mask: Tensor | None, is_causal: bool, batch_heads: int, n: int, m: int) -> int | None:
-    """Returns the number of leading keys on which attention is causal, aligned at the end; None: not causal."""
+def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, batch_heads: int, n: int, m: int) -> int | None:
+    """Returns the number of leading keys on which attention is causal, aligned at the end; None: not causal.
+
+    Args:
+        trusts_hint: whether `is_causal` with n == m is believed without reading the mask.
+    """
     validation.check_bool("is_causal", is_causal)
     if attn_mask is not None:
         _check_mask("attn_mask", attn_mask)
@@ -290,9 +314,13 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, batch_heads: int, n
             f"attn_mask must have shape (queries, keys) = ({n}, {m}) or (batch * heads, queries, keys) = "
             f"({batch_heads}, {n}, {m}), got {tuple(attn_mask.shape)}"
         )
-    if attn_mask is None or (is_causal and n == m):
+    if attn_mask is None or (is_causal and n == m and trusts_hint):
         return _start_aligned(n, m) if is_causal else None
     blocked = _blocked("attn_mask", attn_mask)
+    if is_causal and torch.compiler.is_compiling():  # reading the mask would break the graph
+        agrees = (blocked == torch.ones(n, m, dtype=torch.bool, device=blocked.device).triu(1)).all()
+        validation.check_in_graph(agrees, "attn_mask must be the causal mask, aligned at the start, where is_causal is True")
+        return _start_aligned(n, m)
     if not blocked.any():
         return None
     ones = torch.ones(n, m, dtype=torch.bool, device=blocked.device)

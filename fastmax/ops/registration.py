@@ -31,6 +31,7 @@ FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # name of an operator -> its 
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._is_tracing  # torch.jit.trace
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _NOT_IN_KERNELS = frozenset(name for name, x in ACCOMPANYING.items() if not x.has_kernels)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
@@ -157,7 +158,8 @@ def _without_none(results):
 def _is_observed(arguments: tuple) -> bool:
     """Returns whether autograd, a mode, a transform, a trace or the type of an argument takes part in a call's dispatch.
 
-    Meta tensors are dispatched too: the registered fake implementation has their results.
+    Meta tensors are dispatched too: the registered fake implementation has their results. Gradients of
+    `torch.autograd.grad(is_grads_batched=True)` are, too; they are the first arguments of a backward, and all are batched.
     """
     if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in arguments]):
         return True
@@ -166,7 +168,7 @@ def _is_observed(arguments: tuple) -> bool:
     first = arguments[0]
     if first is None:  # a gradient that is absent
         first = next(x for x in arguments if x is not None)
-    return first.is_meta or not _PLAIN.issuperset(map(type, arguments))
+    return first.is_meta or _is_batched(first) or not _PLAIN.issuperset(map(type, arguments))
 
 
 def register(

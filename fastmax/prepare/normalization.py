@@ -82,13 +82,15 @@ def normalize_rows(
 
 def _normalize_sequences(x: Tensor, lim: float, cu_seqlens: Tensor) -> Tensor:
     sequence = sequence_of_token(cu_seqlens, x.shape[-2])
+
+    def largest_of_sequence(of_rows: Tensor) -> Tensor:
+        zeros = of_rows.new_zeros(*of_rows.shape[:-1], cu_seqlens.shape[0] - 1)
+        largest = zeros.scatter_reduce(-1, sequence.expand_as(of_rows), of_rows, "amax")[..., sequence]
+        return torch.where(largest == 0, 1.0, largest).unsqueeze(-1)
+
     rows = x.to(eager.compute_dtype(x.dtype))
-    size = torch.linalg.vector_norm(rows.detach(), float("inf"), -1, keepdim=True)
-    unit = rows / torch.where(size == 0, 1.0, size)
-    norm = torch.linalg.vector_norm(unit, dim=-1) * size.squeeze(-1)
-    longest = norm.new_zeros(*norm.shape[:-1], cu_seqlens.shape[0] - 1)
-    longest = longest.scatter_reduce(-1, sequence.expand_as(norm), norm, "amax")[..., sequence]
-    return (rows * (lim / torch.where(longest == 0, 1.0, longest)).unsqueeze(-1)).to(x.dtype)
+    unit = rows / largest_of_sequence(torch.linalg.vector_norm(rows.detach(), float("inf"), -1))
+    return (unit * (lim / largest_of_sequence(torch.linalg.vector_norm(unit, dim=-1)))).to(x.dtype)
 
 
 def _sequence_factor(x: Tensor, lim: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,7 +125,7 @@ class _NormalizedSequence(torch.autograd.Function):
             wide = grad_o.to(factor.dtype)
             product = ((wide * o).sum(-1, keepdim=True) / ctx.lim / ctx.lim).sum(-2, keepdim=True)
             along_o = torch.where(is_longest, product / is_longest.sum(-2, keepdim=True), 0.0)
-            grad = torch.mul(torch.addcmul(wide, o, along_o, value=-1), factor, out=torch.empty_like(o))
+            grad = (torch.addcmul(wide, o, along_o, value=-1) * factor).to(o.dtype)  # `out` has no batching rule
         return _Final.apply(grad, grad_o) if torch.is_grad_enabled() else grad, None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.core import validation
+from fastmax.core.validation import OF_POSITIONS
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens, kept_options, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
@@ -120,7 +121,7 @@ def _attention(
     if cu_seqlens is None and kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
     if _is_cross_attention(module, mask.causal, query.shape[2], keys):
-        for name in _OF_POSITIONS:
+        for name in OF_POSITIONS:
             options.pop(name, None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
@@ -134,6 +135,8 @@ def _attention(
     kept = _kept_keys(module, options, mask.causal)
     if state is None:
         options.pop("kept_keys", None)
+        if kept == 0 and any(options.get(name) for name in OF_POSITIONS):
+            mask.refuse_gaps()
     context = sharded_dispatch.current()
     if kept > 0:
         if context is not None:
@@ -165,9 +168,6 @@ def _attention(
         options |= {"log_decay": log_decay, "log_input_gate": gate}
         o = fastmax_attention(query, key, value, causal=mask.causal, attention_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
-
-
-_OF_POSITIONS = ("exact_window", "rpe_matrix")  # options that compare the positions of queries and keys
 
 
 def _is_cross_attention(module: nn.Module, causal: bool, queries: int, keys: int) -> bool:
@@ -326,8 +326,10 @@ def _tensor(key: Tensor | NewTokens) -> Tensor:
 
 def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:
     """Returns the mask of a layer whose model does not use transformers' mask functions."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if n == 1 and causal is not None:  # models also say False where the single query sees all keys
+        causal = causal or getattr(module, "is_causal", False)
     if attention_mask is None:
-        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         if causal is None:
             raise ValueError(
                 f'attn_implementation="{NAME}" cannot tell whether {type(module).__name__} is causal: neither a mask nor its '
@@ -340,8 +342,8 @@ def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: 
             )
         return FastmaxMask(bool(causal), None)
     is_padding = attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m)
-    if is_padding and (n == 1 or not (getattr(module, "is_causal", None) if is_causal is None else is_causal)):
-        return FastmaxMask(False, attention_mask[:, 0, 0])
+    if is_padding and (n == 1 or not causal):
+        return FastmaxMask(bool(causal), attention_mask[:, 0, 0])
     raise ValueError(
         f'attn_implementation="{NAME}" takes padding masks only ((batch, keys) in the call of the model), got attention_mask '
         f"of shape {tuple(attention_mask.shape)} and {attention_mask.dtype} in {type(module).__name__}: a custom 4-d mask is "

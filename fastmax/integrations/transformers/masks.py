@@ -30,8 +30,8 @@ class FastmaxMask(Unreadable):
         keys: the number of keys, those in a cache included; None = not known.
         packed: each query sees its own document only, as far as the arguments say; `cu_seqlens` checks it.
         model: the kind of model, for messages.
-        positions_are_checked, places_are_checked, history_is_checked, documents_are_checked: whether a layer has done it. A
-            mask serves all layers.
+        positions_are_checked, places_are_checked, history_is_checked, documents_are_checked, gaps_are_checked: whether a layer
+            has done it. A mask serves all layers.
 
     Args:
         arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
@@ -61,6 +61,7 @@ class FastmaxMask(Unreadable):
         self._dense: tuple[Tensor | None] | None = None
         self._cu_seqlens: Tensor | None = None
         self.documents_are_checked = False
+        self.gaps_are_checked = False
 
     def dense(self) -> Tensor | None:
         """Returns transformers' mask for "sdpa" of the same pattern, for layers that run softmax attention."""
@@ -104,16 +105,28 @@ class FastmaxMask(Unreadable):
         transformers itself reads the positions only without a cache and without a mask.
 
         Args:
-            position_ids: (batch or 1, queries).
+            position_ids: (batch or 1, queries), or (axes, batch or 1, queries) of a model whose tokens have several positions.
+                Those of an image do not only grow, so there only a token at 0 on all axes begins a document.
         """
-        if self.positions_are_checked or position_ids.dim() != 2 or position_ids.shape[1] < 2:
+        if self.positions_are_checked or position_ids.dim() not in (2, 3) or position_ids.shape[-1] < 2:
             return
         self.positions_are_checked = True
-        again = position_ids[:, 1:] <= position_ids[:, :-1]
+        of_axes = position_ids.dim() == 3
+        again = (position_ids[..., 1:] == 0).all(0) if of_axes else position_ids[:, 1:] <= position_ids[:, :-1]
         if self.padding is not None:
-            real = self.padding[:, -position_ids.shape[1] :].to(again.device)
+            real = self.padding[:, -position_ids.shape[-1] :].to(again.device)
             again = again & real[:, 1:] & real[:, :-1]
         refuse_where(again, PACKED)
+
+    def refuse_gaps(self) -> None:
+        """Refuses padding between real tokens, which options that count positions would count, once for all layers that share
+        the mask."""
+        if self.padding is None or self.gaps_are_checked:
+            return
+        self.gaps_are_checked = True
+        begins = self.padding.clone()  # first tokens of runs of real tokens
+        begins[:, 1:] &= ~self.padding[:, :-1]
+        refuse_where(begins.sum(1) > 1, GAPS)
 
     def hidden(self, new: int) -> tuple[Tensor, Tensor]:
         """Returns a hash of the padding of each row: of the tokens before the last `new`, and of these.
@@ -150,6 +163,10 @@ def refuse_where(wrong: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
+GAPS = (
+    "attention_mask must have padding at the ends of a sequence only, got padding between real tokens: exact_window and "
+    "rpe_matrix would count it as positions. A FastmaxCache counts real tokens only"
+)
 PACKED = f"{ONLY}; here position_ids start again within a row, and there is one of the two"
 _PATTERN = (
     f'attn_implementation="{NAME}" takes the causal and the bidirectional mask, not that of this layer in {{model}}: sliding '
