@@ -1,5 +1,7 @@
 """Hugging Face models whose tokens are spread over ranks by `context_parallel`, against one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from processes import messages, run
@@ -52,3 +54,27 @@ def test_refuses_by_name():
         assert "position_ids must be the positions of this rank's tokens in the whole sequence, got 0, 1, 2" in of_positions
         assert of_layers.startswith("LlamaAttention, a layer of softmax attention that the option layers leaves out, sees")
         assert "LlamaAttention got packed documents (position_ids that do not count on, or cu_seq_lens_q)" in of_documents
+
+
+def check_padding(group):
+    """Returns the logits of real tokens of left-padded rows, and the error of a gap that no rank sees whole."""
+    model = llama(fastmax={"exact_window": 3})
+    found = []
+    for hidden in (slice(0, 4), slice(N // 2, N // 2 + 1)):
+        ids, positions = inputs()
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[1, hidden] = False
+        with context_parallel(mesh_of(group), buffers=[ids, positions, mask], buffer_seq_dims=[1, 1, 1], layout="contiguous"):
+            call = partial(model, ids, position_ids=positions, attention_mask=mask, use_cache=False)
+            found += messages([call]) if hidden.start else [call().logits.detach()]
+    return found
+
+
+def test_padding():
+    left, between = zip(*run(check_padding, 2), strict=True)
+    ids, positions = inputs()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    expected = llama(fastmax={"exact_window": 3})(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    assert_close(torch.cat(left, 1)[mask.bool()], expected[mask.bool()], rtol=1e-10, atol=1e-10)
+    assert all("padding between" in message for message in between)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from fastmax.core import validation
 from fastmax.core.validation import OF_POSITIONS
 from fastmax.functional import fastmax_attention
-from fastmax.integrations.transformers.cache import NewTokens, kept_options, refuse_sequence
+from fastmax.integrations.transformers.cache import FastmaxLayer, NewTokens, kept_options, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.gates import DecayGate, Gate, InputGate, refuse_missing
 from fastmax.integrations.transformers.layers import is_causal_self_attention, runs_fastmax
@@ -83,28 +84,64 @@ def fastmax_attention_forward(
         return _attention(module, query, key, value, attention_mask, **given)
 
 
+class _Asked(NamedTuple):
+    """What a layer asks for, resolved and checked."""
+
+    mask: FastmaxMask
+    padding: Tensor | None  # bool (b, keys), True = takes part
+    cu_seqlens: Tensor | None  # bounds of packed documents, of all rows end to end
+    log_decay: Tensor | None
+    log_input_gate: Tensor | None
+    kept: int  # the option `kept_keys`, where it applies
+    options: dict[str, Any]  # other keywords of `fastmax_attention`; those of a state have `kept_keys` too
+    state: FastmaxLayer | None  # of a `FastmaxCache`
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    **kwargs,
+    key: Tensor | NewTokens,
+    value: Tensor | NewTokens,
+    attention_mask: FastmaxMask | Tensor | None,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Computes what `fastmax_attention_forward` returns."""
     of_softmax = not runs_fastmax(module)
+    _refuse_other_functions(module, of_softmax, given)
+    if of_softmax:
+        return _softmax(module, query, key, value, attention_mask, given)
+    asked = _resolved(module, query, key, value, attention_mask, **given)
+    _check_context(module, asked, given.get("position_ids"))
+    _refuse_gaps(asked)
+    if asked.state is None:
+        o = _of_whole_sequences(query, key, value, asked)
+    else:
+        o = asked.state.attend(query, asked.mask, asked.options, asked.log_decay, asked.log_input_gate)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _refuse_other_functions(module: nn.Module, of_softmax: bool, given: dict[str, Any]) -> None:
+    """Raises an error if the arguments ask for another function than attention over all (earlier) keys, or for weights."""
     for name, meaning in (_OTHER_FUNCTIONS | (_OF_FASTMAX if of_softmax else {})).items():
-        if kwargs.get(name) is not None and not (of_softmax and name in _IN_MASK):
+        if given.get(name) is not None and not (of_softmax and name in _IN_MASK):
             layer = f" in {type(module).__name__}, a layer of softmax attention" if of_softmax else ""
             raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning}){layer}')
-    if kwargs.get("output_attentions"):
+    if given.get("output_attentions"):
         raise ValueError(f'attn_implementation="{NAME}" has no attention weights to return: output_attentions must be False')
-    if of_softmax:
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
-        return _softmax(module, query, key, value, attention_mask, given)
+
+
+def _resolved(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewTokens,
+    value: Tensor | NewTokens,
+    attention_mask: FastmaxMask | Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **given: Any,
+) -> _Asked:
+    """Reads the options, the mask and the gates of a layer of fastmax, and takes the new tokens of its cache."""
     options = options_of(module.config)
     check_kept_keys(**options)
     if dropout and "dropout" not in options:
@@ -117,9 +154,9 @@ def _attention(
         mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], keys)
     if mask.refusal is not None:
         raise ValueError(f"{type(module).__name__}: {mask.refusal}")
-    cu_seqlens = _documents(query, keys, mask, state is not None, kwargs)
-    if cu_seqlens is None and kwargs.get("position_ids") is not None:
-        mask.refuse_packing(kwargs["position_ids"])
+    cu_seqlens = _documents(query, keys, mask, state is not None, given)
+    if cu_seqlens is None and given.get("position_ids") is not None:
+        mask.refuse_packing(given["position_ids"])
     if _is_cross_attention(module, mask.causal, query.shape[2], keys):
         for name in OF_POSITIONS:
             options.pop(name, None)
@@ -129,45 +166,60 @@ def _attention(
     if mask.causal and (state is not None or query.shape[2] < keys):
         refuse_sequence(options)
     padding = None if mask.padding is None else mask.padding.to(query.device)
-    log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
-    gate = kwargs.get("log_input_gate")
+    log_decay = _log_decay(module, query, key, mask.causal, padding, options.pop("log_decay", None), given.get("log_decay"))
+    gate = given.get("log_input_gate")
     _check_gate(module, InputGate, key, mask.causal, gate)
     kept = _kept_keys(module, options, mask.causal)
+    if kept > 0 and gate is None:
+        raise ValueError(
+            f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: "
+            f"fastmax.integrations.transformers.{InputGate.ADDED_BY}(model)"
+        )
     if state is None:
         options.pop("kept_keys", None)
-        if kept == 0 and any(options.get(name) for name in OF_POSITIONS):
-            mask.refuse_gaps()
+    return _Asked(mask, padding, cu_seqlens, log_decay, gate, kept, options, state)
+
+
+def _check_context(module: nn.Module, asked: _Asked, position_ids: Tensor | None) -> None:
+    """Raises an error if `context_parallel` is at work and a rank's tokens alone do not give what the layer asks for."""
     context = sharded_dispatch.current()
-    if kept > 0:
-        if context is not None:
-            raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {kept}")
-        if gate is None:
-            raise ValueError(
-                f"{type(module).__name__} has no input gate, by which the {kept} kept_keys are chosen: "
-                f"fastmax.integrations.transformers.{InputGate.ADDED_BY}(model)"
-            )
-    if context is not None:
-        context.telling(_refuse_documents)(module, cu_seqlens)
-        if kwargs.get("position_ids") is not None and not mask.places_are_checked:
-            context.refuse_local_positions(kwargs["position_ids"])
-            mask.places_are_checked = True
-    if state is not None:
-        o = state.attend(query, mask, options, log_decay, gate)
-    elif kept > 0:
-        rows = LayerTokens(query, key, value, gate, log_decay)
-        if cu_seqlens is None:
-            o = _with_kept_keys(rows, padding, None, kept, options)
-        else:
-            o = rows_again(_with_kept_keys(rows.map(end_to_end), None, cu_seqlens, kept, options), query.shape[0])
-    elif cu_seqlens is not None:
-        of_keys = {"log_decay": log_decay, "log_input_gate": gate}
-        options |= {name: None if x is None else end_to_end(x) for name, x in of_keys.items()}
-        rows = (end_to_end(x) for x in (query, key, value))
-        o = rows_again(fastmax_attention(*rows, causal=True, cu_seqlens=cu_seqlens, **options), query.shape[0])
+    if context is None:
+        return
+    if asked.kept > 0:
+        raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {asked.kept}")
+    context.telling(_refuse_documents)(module, asked.cu_seqlens)
+    if position_ids is not None and not asked.mask.places_are_checked:
+        context.refuse_local_positions(position_ids)
+        asked.mask.places_are_checked = True
+
+
+def _refuse_gaps(asked: _Asked) -> None:
+    """Raises an error if padding between real tokens would count as positions. A state and kept keys count real tokens only."""
+    if asked.state is not None or asked.kept > 0 or not any(asked.options.get(name) for name in OF_POSITIONS):
+        return
+    context = sharded_dispatch.current()
+    if context is None:
+        asked.mask.refuse_gaps()
+    elif asked.padding is not None and not asked.mask.gaps_are_checked:
+        asked.mask.gaps_are_checked = True
+        context.refuse_gaps(asked.padding, None)
+
+
+def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> Tensor:
+    """Computes attention without a state: (b, h, n, dv)."""
+    tensors = query, key, value, asked.log_decay, asked.log_input_gate
+    causal, padding = asked.mask.causal, asked.padding
+    packed = asked.cu_seqlens is not None
+    if packed:
+        tensors = tuple(None if x is None else end_to_end(x) for x in tensors)
+        causal, padding = True, None
+    q, k, v, log_decay, gate = tensors
+    if asked.kept > 0:
+        o = _with_kept_keys(LayerTokens(q, k, v, gate, log_decay), padding, asked.cu_seqlens, asked.kept, asked.options)
     else:
-        options |= {"log_decay": log_decay, "log_input_gate": gate}
-        o = fastmax_attention(query, key, value, causal=mask.causal, attention_mask=padding, **options)
-    return o.transpose(1, 2).contiguous(), None
+        of_keys = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": asked.cu_seqlens}
+        o = fastmax_attention(q, k, v, causal=causal, **of_keys, **asked.options)
+    return rows_again(o, query.shape[0]) if packed else o
 
 
 def _is_cross_attention(module: nn.Module, causal: bool, queries: int, keys: int) -> bool:
