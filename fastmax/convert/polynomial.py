@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastmax.convert.batches import Batch, check_batches, fresh_casts
 from fastmax.convert.layers import Pairs, hugging_face, is_of_transformers, pairs_of, visit
 from fastmax.core import validation
-from fastmax.nn.self_attention import EXPANSION_OF_EXP
+from fastmax.nn.self_attention_options import EXPANSION_OF_EXP
 
 DIFFERENCE = 0.05  # step of the finite differences: far above the rounding of bf16, and small enough to be nearly linear
 LONGEST_STEP = 1.0  # largest change of a parameter of the polynomial in a round

@@ -10,7 +10,8 @@ from torch import nn
 from fastmax.convert.layers import check_module, hugging_face, is_of_transformers
 from fastmax.core import validation
 from fastmax.nn.gates import biases_of_half_lives, zero_gate
-from fastmax.nn.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
+from fastmax.nn.self_attention import FastmaxSelfAttention
+from fastmax.nn.self_attention_options import DEFAULT_EXACT_WINDOW, options_of_fastmax
 
 SHORTEST_NEW_HALF_LIFE = 1 / 8  # shortest half-life of new gates, relative to the longest
 

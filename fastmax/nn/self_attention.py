@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,53 +15,32 @@ from fastmax.decoding.parallel_prefill import prefill_with_lse
 from fastmax.decoding.recurrent_step import step_with_lse, step_with_lse_
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import kept_keys, key_value_cache
-from fastmax.nn.gates import SHORTEST_HALF_LIFE, biases_of_half_lives, log_gates_of, zero_gate
+from fastmax.nn.gates import biases_of_half_lives, log_gates_of, zero_gate
 from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation
+from fastmax.nn.self_attention_options import (
+    MADE_BY,
+    PARTS,
+    SIZES,
+    Option,
+    check_attribute,
+    check_half_life,
+    check_kept_keys,
+    check_kind,
+    check_steady_heads,
+    options_of_fastmax,
+    refuse_input_gate,
+    refuse_options_of_fastmax,
+    refuse_window,
+    rotary_channels,
+)
 from fastmax.nn.self_attention_state import SelfAttentionState
 from fastmax.nn.short_convolution import ShortConvolution
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.padding import PackedPlaces, RealFirst
 from fastmax.prepare.sharded_dispatch import ParallelContext
-
-DEFAULT_EXACT_WINDOW = 128
-EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
-_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "input_gate_proj", "conv", "q_norm", "k_norm", "output_norm")
-_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim")
-_MADE_BY = {  # arguments of the constructor that are not attributes, and the attributes that they determine
-    "qk_norm": "q_norm and k_norm (None: off)",
-    "rope": "rope_dim (0: off)",
-    "decay": "decay_proj (None: off)",
-    "input_gate": "input_gate_proj (None: off)",
-    "output_gate": "gate_proj (None: off)",
-    "bias": "the biases of qkv_proj, gate_proj and out_proj",
-    "norm_eps": "the eps of q_norm, k_norm and output_norm",
-}
-
-
-class _Option:
-    """Descriptor that reads and writes an entry of the layer's `options`. A new value is checked."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: FastmaxSelfAttention | None, owner: type) -> object:
-        if layer is None:
-            return self
-        if layer.attention == "softmax":
-            raise AttributeError(self.name)  # Python then calls nn.Module.__getattr__, whose message the user sees
-        return layer.options[self.name]
-
-    def __set__(self, layer: FastmaxSelfAttention, value: object) -> None:
-        if layer.attention == "softmax":
-            raise ValueError(f'{self.name} has no effect with attention="softmax", got {validation.describe(value)}')
-        options = layer.options | {self.name: value}
-        coefficients = tuple(options.pop(name) for name in ("a0", "a1", "a2"))
-        options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
-        _check_kept_keys(layer.kept_keys, layer.attention, layer.input_gate_proj is not None, options)
-        layer.options = options
 
 
 class _SplitBy(NamedTuple):
@@ -163,8 +139,8 @@ class FastmaxSelfAttention(nn.Module):
     current values of the other options.
     """
 
-    exact_window, p, temperature, normalize, algorithm = _Option(), _Option(), _Option(), _Option(), _Option()
-    a0, a1, a2 = _Option(), _Option(), _Option()
+    exact_window, p, temperature, normalize, algorithm = Option(), Option(), Option(), Option(), Option()
+    a0, a1, a2 = Option(), Option(), Option()
 
     def __init__(
         self,
@@ -204,7 +180,7 @@ class FastmaxSelfAttention(nn.Module):
     ):
         super().__init__()
         sizes = (embed_dim, num_heads, num_kv_heads, head_dim, value_dim)
-        for name, size in zip(_SIZES, sizes, strict=True):
+        for name, size in zip(SIZES, sizes, strict=True):
             if size is not None or name in ("embed_dim", "num_heads"):
                 validation.check_count(name, size)
         if head_dim is None:
@@ -217,7 +193,7 @@ class FastmaxSelfAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        _check_attention(attention)
+        check_kind(attention)
         validation.check_count("kept_keys", kept_keys, least=0)
         if input_gate is None:
             input_gate = kept_keys > 0 and attention == "fastmax"  # with softmax, kept_keys is what is refused
@@ -226,8 +202,8 @@ class FastmaxSelfAttention(nn.Module):
         for name, switch in switches.items():
             validation.check_bool(name, switch)
         validation.check_positive("rope_base", rope_base)
-        _check_half_life(longest_half_life)
-        _check_steady_heads(steady_heads, num_kv_heads, decay)
+        check_half_life(longest_half_life)
+        check_steady_heads(steady_heads, num_kv_heads, decay)
         validation.check_positive("norm_eps", norm_eps)
         rope_dim = rotary_channels(head_dim, rope, rope_dim)
         validation.check_count("conv", conv, least=0)
@@ -248,17 +224,17 @@ class FastmaxSelfAttention(nn.Module):
             "coefficients": (a0, a1, a2),
         }
         if attention == "softmax":
-            _refuse_options_of_fastmax(**of_fastmax)
+            refuse_options_of_fastmax(**of_fastmax)
             if input_gate:
-                _refuse_input_gate("input_gate", input_gate)
+                refuse_input_gate("input_gate", input_gate)
             if window is not None:
                 validation.check_count("window", window)
             self.options = {}
         else:
             if window is not None:
-                _refuse_window(window)
+                refuse_window(window)
             self.options = options_of_fastmax(head_dim, **of_fastmax)
-        _check_kept_keys(kept_keys, attention, input_gate, self.options)
+        check_kept_keys(kept_keys, attention, input_gate, self.options)
 
         if dtype is not None:
             validation.check_dtype("dtype", dtype)
@@ -275,60 +251,17 @@ class FastmaxSelfAttention(nn.Module):
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _MADE_BY:
+        if name in MADE_BY:
             got = validation.describe(value)
-            raise AttributeError(f"{name} is an argument of the constructor only, got {got}: set {_MADE_BY[name]}")
-        if name in vars(self) or name in _PARTS:
-            self._check_attribute(name, value)
+            raise AttributeError(f"{name} is an argument of the constructor only, got {got}: set {MADE_BY[name]}")
+        if name in vars(self) or name in PARTS:
+            check_attribute(self, name, value)
         if name in ("rope_base", "longest_half_life"):
             value = float(value)
-        if isinstance(getattr(type(self), name, None), _Option):
+        if isinstance(getattr(type(self), name, None), Option):
             object.__setattr__(self, name, value)  # nn.Module would register a parameter before the option is checked
         else:
             super().__setattr__(name, value)
-
-    def _check_attribute(self, name: str, value: Any) -> None:
-        """Checks a new value of an attribute. `_Option` checks the options of fastmax attention."""
-        if name in _SIZES:
-            got = validation.describe(value)
-            raise AttributeError(
-                f"{name} cannot be set, got {got}: the weights have the shapes for {vars(self)[name]}; make a new layer"
-            )
-        if name == "context" and value is not None and not _is_context(value):
-            raise TypeError(f"context must be None or a fastmax.distributed.Context, got {validation.describe(value)}")
-        if name in _PARTS and value is not None and not isinstance(value, nn.Module):
-            raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
-        if name == "input_gate_proj" and value is not None and self.attention == "softmax":
-            _refuse_input_gate(name, value)
-        if name == "input_gate_proj" and name in self._modules:
-            _check_kept_keys(self.kept_keys, self.attention, value is not None, self.options)
-        if name == "kept_keys":
-            _check_kept_keys(value, self.attention, self.input_gate_proj is not None, self.options)
-        if name == "window" and value is not None:
-            if self.attention != "softmax":
-                _refuse_window(value)
-            validation.check_count("window", value)
-        if name == "attention":
-            _check_attention(value)
-            if value == "fastmax" and not self.options:
-                raise ValueError('attention must stay "softmax" in a softmax layer, got "fastmax": use fastmax.convert.swap')
-            if value == "fastmax" and self.window is not None:
-                raise ValueError(f'window must be None before attention is set to "fastmax", got {self.window}')
-            if value == "softmax" and self.input_gate_proj is not None:
-                got = validation.describe(self.input_gate_proj)
-                raise ValueError(f'input_gate_proj must be None before attention is set to "softmax", got {got}')
-        if name == "rope_dim":
-            validation.check_count("rope_dim", value, least=0)
-            if value > 0:
-                rotary_channels(self.head_dim, True, value)
-        if name == "rope_base":
-            validation.check_positive(name, value)
-        if name == "longest_half_life":
-            _check_half_life(value)
-        if name == "steady_heads":
-            _check_steady_heads(value, self.num_kv_heads, self.decay_proj is not None)
-        if name == "use_custom_gradient":
-            validation.check_bool(name, value)
 
     def reset_parameters(self) -> None:
         """Initialises the weights.
@@ -805,7 +738,7 @@ class FastmaxSelfAttention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        options: dict[str, object] = {name: getattr(self, name) for name in _SIZES[1:]}
+        options: dict[str, object] = {name: getattr(self, name) for name in SIZES[1:]}
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options | {"kept_keys": self.kept_keys}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -816,115 +749,8 @@ def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.unsqueeze(-1), x, 0)
 
 
-def _is_context(value: object) -> bool:
-    """Returns whether `value` is a `fastmax.distributed.Context`. Does not import its module: the owner of one has done so."""
-    module = sys.modules.get("fastmax.distributed.context")
-    return module is not None and isinstance(value, module.Context)
-
-
-def _check_half_life(longest: Any) -> None:
-    validation.check_positive("longest_half_life", longest)
-    if longest < SHORTEST_HALF_LIFE:
-        raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
-
-
-def _check_steady_heads(steady_heads: Any, num_kv_heads: int, decay: bool) -> None:
-    validation.check_count("steady_heads", steady_heads, least=0)
-    if steady_heads > num_kv_heads:
-        raise ValueError(f"steady_heads must be at most num_kv_heads {num_kv_heads}, got {steady_heads}")
-    if steady_heads > 0 and not decay:
-        raise ValueError(f"steady_heads needs decay gates, got {steady_heads} without them")
-
-
 def _refuse_state() -> NoReturn:
     raise ValueError("state must be None in a context parallel layer, which does not support generation")
-
-
-def _refuse_input_gate(name: str, value: object) -> NoReturn:
-    raise ValueError(f'{name} needs attention="fastmax", got {validation.describe(value)} with "softmax"')
-
-
-def _check_kept_keys(kept: Any, attention: str, has_gate: bool, options: dict) -> None:
-    validation.check_count("kept_keys", kept, least=0)
-    if kept == 0:
-        return
-    if attention == "softmax":
-        raise ValueError(f'kept_keys needs attention="fastmax", got {kept} with "softmax", which weights all keys by exp')
-    if not has_gate:
-        raise ValueError(f"kept_keys needs an input gate, which chooses the keys, got {kept} with input_gate=False")
-    if options["exact_window"] == 0:
-        raise ValueError(f"kept_keys needs an exact_window of at least 1, got {kept} with exact_window 0")
-
-
-def _refuse_window(window: object) -> NoReturn:
-    got = validation.describe(window)
-    raise ValueError(f'window needs attention="softmax", got {got} with "fastmax", which has exact_window')
-
-
-def _check_attention(attention: object) -> None:
-    if not isinstance(attention, str) or attention not in ("fastmax", "softmax"):
-        raise ValueError(f'attention must be "fastmax" or "softmax", got {validation.describe(attention)}')
-
-
-def rotary_channels(head_dim: int, rope: bool, rope_dim: int | None) -> int:
-    """Returns the checked number of rotated channels of a head; 0 without rotary positions."""
-    if not rope:
-        if rope_dim is not None:
-            raise ValueError(f"rope_dim needs rope=True, got {rope_dim!r} with rope=False")
-        return 0
-    if head_dim == 1:
-        raise ValueError("head_dim must be at least 2 for rope, which rotates pairs of channels, got 1; or pass rope=False")
-    if rope_dim is None:
-        # Measured with 64 channels and 25 M parameters: all 0.771, half 0.760, a quarter 0.767 nats (docs/learning.md).
-        return 2 * math.ceil(head_dim / 4)
-    validation.check_count("rope_dim", rope_dim)
-    if rope_dim % 2 != 0 or rope_dim > head_dim:
-        raise ValueError(f"rope_dim must be even and at most head_dim {head_dim}, got {rope_dim}")
-    return rope_dim
-
-
-def options_of_fastmax(
-    head_dim: int,
-    exact_window: int | None,
-    p: int = 2,
-    temperature: float | None = None,
-    normalize: bool | str | None = None,
-    algorithm: str = "auto",
-    coefficients: tuple[float, float, float] = EXPANSION_OF_EXP,
-) -> dict:
-    """Returns the checked options of fastmax attention. None takes the default for p and the exact window."""
-    exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
-    validation.check_exact_window(exact_window)
-    validation.check_degree(p)
-    if temperature is None:
-        # Measured for p = 2 with a window, 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/parameters.md).
-        temperature = 1.1 if p == 1 else math.sqrt(head_dim) if exact_window else 1.0
-    if normalize is None:
-        normalize = "token" if p == 1 else False
-    if validation.check_normalize(normalize, validation.DEFAULT_LIM) == "sequence":
-        raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}, which uses later tokens')
-    p = validation.check_score(temperature, *coefficients, p).order
-    validation.check_algorithm(algorithm, None)
-    options = {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
-    return options | dict(zip(("a0", "a1", "a2"), map(float, coefficients), strict=True))
-
-
-def _refuse_options_of_fastmax(
-    exact_window: int | None,
-    p: int,
-    temperature: float | None,
-    normalize: bool | str | None,
-    algorithm: str,
-    coefficients: tuple[float, float, float],
-) -> None:
-    given = {"temperature": temperature, "normalize": normalize, "algorithm": algorithm, "exact_window": exact_window, "p": p}
-    given |= zip(("a0", "a1", "a2"), coefficients, strict=True)
-    defaults: dict[str, tuple[object, ...]] = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
-    defaults |= {name: (x,) for name, x in zip(("a0", "a1", "a2"), EXPANSION_OF_EXP, strict=True)}
-    for name, value in given.items():
-        if not isinstance(value, (Real, str, type(None))) or value not in defaults.get(name, (None,)):
-            why = ", which weights all keys by exp" if name == "exact_window" else ""
-            raise ValueError(f'{name} has no effect with attention="softmax"{why}, got {validation.describe(value)}')
 
 
 def _weight_of(norm: nn.RMSNorm | None, x: Tensor) -> Tensor | None:
