@@ -206,11 +206,12 @@ def _check_options(
             raise ValueError(f'{name} is for {", ".join(map(repr, of))}, got algorithm="{algorithm}"')
     for name, is_given in (("log_decay", log_decay), ("log_input_gate", log_input_gate), ("state", state)):
         if is_given and not causal:
-            raise ValueError(f"{name} needs causal=True")
+            raise ValueError(f"{name} needs causal=True, got causal={causal}")
     if not causal and bounds is not None and algorithm == "linear" and exact_window == 0:
         raise ValueError('cu_seqlens without causal runs on algorithm="quadratic", got "linear"')
     if exact_window > 0 and (block_size is not None or state):
-        raise ValueError(f"exact_window takes no {'state' if state else 'block_size'} here")
+        other = "state=True" if state else f"block_size={block_size}"
+        raise ValueError(f"exact_window must be 0 with {other}, got {exact_window}")
 
 
 def _along(seqlen: int, causal: bool, log_decay: bool, packed: bool) -> Traffic:

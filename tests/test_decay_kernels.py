@@ -14,7 +14,8 @@ from test_packed_kernels import bounds
 
 import fastmax
 from fastmax import fastmax_attention
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -107,9 +108,9 @@ def run(problem):
     """Returns the results of the operators: o, z or lse, and the gradients of q, k, v and log_decay."""
     q, k, v, *rest = problem.arguments.values()
     forward, backward = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in ("forward", "backward"))
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     o, total = forward(q, k, v, *rest)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     grads = backward(*problem.grads, q, k, v, o, total, *rest)
     results = dict(zip(RESULTS, (o, total, *grads[:3], *grads[-2:]), strict=True))
     return {name: x for name, x in results.items() if name not in OF_KEYS or problem.arguments[name] is not None}
@@ -163,7 +164,7 @@ def definition(problem, dtype):
 
 
 def rounding_of(problem, mode):
-    return verify.ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
+    return ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
 
 
 def check(problem, mode, least=None, bounds_alone=False, terms=0.1):
@@ -202,7 +203,7 @@ def check_gradients_of_qkv_alone(problem, mode):
     forward, backward, backward_qkv = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in names)
     q, k, v, *rest = problem.arguments.values()
     given = (*problem.grads, q, k, v, *forward(q, k, v, *rest), *rest)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     actual = backward_qkv(*given)
     for name, x, expected in zip("qkv", actual, backward(*given), strict=False):
         assert relative(x, expected.double()) < rounding_of(problem, mode), name

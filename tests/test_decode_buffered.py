@@ -28,7 +28,9 @@ import fastmax
 from fastmax import eager, fastmax_attention
 from fastmax.core.score import Score
 from fastmax.decoding.buffered import flushed
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
+from fastmax.testing.tensors import unaligned
 
 CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
 
@@ -321,7 +323,7 @@ def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, gates, de
 @by_order
 def test_the_kernel(p, gate, window, flush_interval, buffered, dtype, d, dv):
     """The kernel agrees with the PyTorch implementation in float64, with and without groups, and gives the same bits twice."""
-    for h, hk, layout in ((8, 2, verify.unaligned), (3, 3, torch.clone), (20, 1, torch.clone), (6, 3, verify.unaligned)):
+    for h, hk, layout in ((8, 2, unaligned), (3, 3, torch.clone), (20, 1, torch.clone), (6, 3, unaligned)):
         state = buffered_state(window, flush_interval, buffered, hk, d, dv, dtype, gate != "")
         if p == 1:
             state[0], state[1] = state[0][:, :, : 1 + d].contiguous(), state[1][:, :, : 1 + d].contiguous()
@@ -333,7 +335,7 @@ def test_the_kernel(p, gate, window, flush_interval, buffered, dtype, d, dv):
         exactly_of = [x if x is None else x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
         token = mask, log_decay.double(), None if of_token is None else of_token.double()
         exact, of_exact = eager.buffered_step_(*(x.double() for x in (q, k, v)), *exactly_of, *token, window, score)
-        verify.poison_free_memory(torch.device("cuda"))
+        poison_free_memory(torch.device("cuda"))
         twice = []
         for _ in range(2):
             new = [None if x is None else x.clone() for x in state]
@@ -341,7 +343,7 @@ def test_the_kernel(p, gate, window, flush_interval, buffered, dtype, d, dv):
             twice.append((o, lse, *(x for x in new if x is not None)))
         assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
         o, lse, kv_state, k_sum, *kept = twice[0]
-        limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
+        limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or ROUNDING[str(dtype)[6:]]
         assert o.dtype == dtype and o.shape == (3, h, 1, dv) and relative(o, exact) <= limit
         assert lse.dtype == state[1].dtype and lse.shape == (3, h, 1) and torch.equal(lse.isfinite(), of_exact.isfinite())
         of_q = limit if dtype in (torch.float16, torch.bfloat16) else 0.0  # scores round with q and k

@@ -10,7 +10,8 @@ from test_sm90 import ON_HOPPER, taken  # noqa: F401
 
 from fastmax import eager, fastmax_attention
 from fastmax.core.call import Call
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
 
 pytestmark = pytest.mark.cuda
 
@@ -256,9 +257,9 @@ def test_gradients_without_that_of_the_decay(algorithm, p, size, dtype):
     outputs = torch.ops.fastmax.exact_window_forward(*inputs.values(), *options)
     given = (*grads, *inputs.values(), *outputs, *options)
     expected = torch.ops.fastmax.exact_window_backward(*given)
-    verify.poison_free_memory("cuda")
+    poison_free_memory("cuda")
     for name, x, y in zip("qkv", torch.ops.fastmax.exact_window_backward_qkv(*given), expected, strict=False):
-        assert relative(x, y.double()) < verify.ROUNDING[dtype_id(dtype)], name
+        assert relative(x, y.double()) < ROUNDING[dtype_id(dtype)], name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)

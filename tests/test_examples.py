@@ -16,7 +16,9 @@ import torch
 
 import fastmax
 from fastmax import info
-from fastmax.testing import verify
+from fastmax.testing import evaluation, verify
+from fastmax.testing.errors import measure
+from fastmax.testing.tensors import random_tensors
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
@@ -236,27 +238,27 @@ def test_verify_passes_configurations(monkeypatch, capsys):
 @pytest.mark.parametrize("wrong", [1.0 + 1e-4, math.nan], ids=["scaled", "nan"])
 @pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
 def test_verify_catches_a_wrong_operator(monkeypatch, capsys, custom, wrong):
-    right = verify.fastmax_attention
+    right = evaluation.fastmax_attention
 
     def perturbed(*tensors, use_custom_gradient, **options):
         o = right(*tensors, use_custom_gradient=use_custom_gradient, **options)
         return o * wrong if use_custom_gradient is custom else o
 
-    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    monkeypatch.setattr(evaluation, "fastmax_attention", perturbed)
     assert verify.main(["--device", "cpu", "--only", "p=2 linear causal"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
 def test_verify_catches_a_wrong_gradient(monkeypatch):
-    right = verify.fastmax_attention
+    right = evaluation.fastmax_attention
 
     def perturbed(q, k, v, **options):
         k = torch.lerp(k.detach(), k, 1.001)  # k itself, with a gradient too large by 0.1%
         return right(q, k, v, **options)
 
-    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    monkeypatch.setattr(evaluation, "fastmax_attention", perturbed)
     case = next(case for case in verify.cases() if case.name == "p=2 quadratic causal")
-    errors = verify.measure(verify.random_tensors(case, "cpu"), case.options)
+    errors = measure(random_tensors(case, "cpu"), case.options)
     assert {row.tensor for row in errors if not row.passed} == {"k"}
 
 

@@ -53,7 +53,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import eager, flash_attention
-from fastmax.testing import reference, verify
+from fastmax.testing import checks, configurations, evaluation, reference
+from fastmax.testing.configurations import LAYOUTS
+from fastmax.testing.evaluation import matmul_precision
+from fastmax.testing.poison import poison_free_memory
+from fastmax.testing.tensors import random_tensors
 
 SMALL = Case("small", n=30, m=35, b=2, h=4, hk=2, d=8, dv=6)
 TILES = Case("a tile and more", n=ROWS + 13, m=COLS + 20, b=2, h=2, hk=1, d=8, dv=6)
@@ -675,7 +679,7 @@ needs_kernels = pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernel
 
 def size(name, n, m=None, d=64, dv=None, *, h=2, hk=None, b=2, causal=True, mask=False, layout="contiguous", magnitude=1.0,
          scale=None):  # fmt: skip
-    return verify.Case(
+    return configurations.Case(
         name, {"causal": causal, "scale": scale}, batch=b, heads=h, kv_heads=hk or h, queries=n, keys=m or n, head_dim=d,
         value_dim=dv or d, padding=mask, layout=layout, magnitude=magnitude, softmax=True,
     )  # fmt: skip
@@ -710,7 +714,7 @@ ON_KERNELS = [
 
 def on_kernels(case, mode, seed=0):
     """Returns the arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
-    tensors = verify.random_tensors(in_mode(case, mode), DEVICE, seed)
+    tensors = random_tensors(in_mode(case, mode), DEVICE, seed)
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=tensors["q"].dtype)
     grad_lse = torch.randn(tensors["q"].shape[:3], device=DEVICE)
     scale = case.options["scale"] or case.head_dim**-0.5
@@ -735,7 +739,7 @@ class TestKernels:
     @pytest.mark.parametrize("case", [pytest.param(case, id=case_id(case)) for case in ON_KERNELS])
     def test_against_float64(self, case, mode):
         """Results on poisoned memory agree with float64, and a repetition has the same bits."""
-        assert verify.check(in_mode(case, mode), DEVICE, 1234).wrong == []
+        assert checks.check(in_mode(case, mode), DEVICE, 1234).wrong == []
 
     @by_mode
     @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
@@ -777,7 +781,7 @@ class TestKernels:
             assert relative(o, exact) <= 1e-2
 
     @by_mode
-    @pytest.mark.parametrize("layout", verify.LAYOUTS)
+    @pytest.mark.parametrize("layout", LAYOUTS)
     def test_operands_are_not_written(self, layout, mode):
         arguments, grads = on_kernels(size("", 300, h=4, mask=True, layout=layout), mode)
         o, lse = torch.ops.fastmax.flash_forward(*arguments)
@@ -804,7 +808,7 @@ class TestKernels:
         arguments, grads = on_kernels(size("", 2000, b=2, h=16, hk=4, mask=True), mode)
         first = both(arguments, grads)
         for _ in range(4):
-            verify.poison_free_memory(DEVICE)
+            poison_free_memory(DEVICE)
             for x, y in zip(first, both(arguments, grads), strict=True):
                 assert torch.equal(x, y)
 
@@ -833,17 +837,17 @@ class TestKernels:
     def test_second_device(self, mode):
         case = in_mode(size("", 700, d=40, h=4, hk=2, mask=True), mode)
         assert torch.cuda.current_device() == 0
-        assert verify.check(case, "cuda:1", 5).wrong == []
+        assert checks.check(case, "cuda:1", 5).wrong == []
         assert torch.cuda.current_device() == 0
 
     def test_highest_and_high_are_two_arithmetics(self):
         """True fp32 is right to 1e-6, TF32 to 1e-3 and visibly worse than fp32."""
         case = size("", 600, h=4, hk=2)
-        tensors = verify.random_tensors(case, DEVICE)
-        exact = verify.run(softmax_definition, tensors, case.options, torch.float64)
+        tensors = random_tensors(case, DEVICE)
+        exact = evaluation.run(softmax_definition, tensors, case.options, torch.float64)
         for precision, least, most in (("highest", 0.0, 4e-6), ("high", 1e-5, 4e-3)):
-            with verify.matmul_precision(precision):
-                actual = verify.run(with_lse, tensors, case.options)
+            with matmul_precision(precision):
+                actual = evaluation.run(with_lse, tensors, case.options)
             for name, x in exact.items():
                 assert least <= relative(actual[name], x) <= most, (precision, name)
 

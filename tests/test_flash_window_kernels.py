@@ -10,7 +10,10 @@ import torch
 from common import relative
 from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, precision  # noqa: F401
 
-from fastmax.testing import verify
+from fastmax.testing import configurations
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
+from fastmax.testing.tensors import random_tensors
 
 pytestmark = [
     pytest.mark.cuda,
@@ -70,11 +73,11 @@ CASES = [
 def operands(case, mode, seed=0):
     """Returns the arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
     dtype, _ = MODES[mode]
-    sizes = verify.Case(
+    sizes = configurations.Case(
         "", {}, heads=case.h, kv_heads=case.hk, queries=case.n, keys=case.m, head_dim=case.d, value_dim=case.dv, dtype=dtype,
         layout=case.layout, padding=case.mask, softmax=True,
     )  # fmt: skip
-    tensors = verify.random_tensors(sizes, DEVICE, seed)
+    tensors = random_tensors(sizes, DEVICE, seed)
     q, k, v = (tensors[name] for name in "qkv")
     options = (case.d**-0.5, case.causal, case.left, case.right, mode == "tf32")
     grad_o = torch.randn(2, case.h, case.n, case.dv, device=DEVICE).to(dtype)
@@ -84,9 +87,9 @@ def operands(case, mode, seed=0):
 
 def both(arguments, grads):
     """Returns o, lse and the gradients of q, k and v."""
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     o, lse = torch.ops.fastmax.flash_forward(*arguments)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     return o, lse, *torch.ops.fastmax.flash_backward(*grads, *arguments[:3], o, lse, *arguments[3:])[:3]
 
 
@@ -132,7 +135,7 @@ def test_against_float64(case, mode, precision):  # noqa: F811
     sees = exact[1].isfinite()
     assert torch.equal(actual[1] == -torch.inf, ~sees), "-inf exactly where a query sees no key"
     assert not actual[0][~sees].any(), "and an output of zeros"
-    rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(arguments[0].dtype).removeprefix("torch.")]
+    rounding = ROUNDING["tf32" if mode == "tf32" else str(arguments[0].dtype).removeprefix("torch.")]
     for name, x, y, z in zip(("o", "lse", "q", "k", "v"), actual, exact, plain, strict=True):
         if name == "lse":
             x, y, z = x[sees], y[sees], z[sees]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastmax import eager, ops
 from fastmax.ops import extension
-from fastmax.testing import verify
+from fastmax.testing.poison import poison_free_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -407,11 +407,11 @@ def test_kernels_run(d, dv, capfd):
     try:
         for dtype in DTYPES[1:]:
             for given in (rows(of, d, dv, dtype, device), [x.mT.contiguous().mT for x in rows(of, d, dv, dtype, device)]):
-                verify.poison_free_memory(device)
+                poison_free_memory(device)
                 leaves = [x.requires_grad_() for x in given]
                 results = ops.gather_kept(*leaves, *of[:3], True, True)
                 check_rows(results, expected_rows(*given, of, True), dtype)
-                verify.poison_free_memory(device)
+                poison_free_memory(device)
                 grads = torch.autograd.grad([x.float().square().sum() for x in results[:3]], leaves)
                 plain = ops.gather_kept(*leaves, *of[:3], True, False)
                 expected = torch.autograd.grad([x.float().square().sum() for x in plain[:3]], leaves)

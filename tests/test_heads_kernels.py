@@ -30,7 +30,7 @@ from test_kernels import DEVICE, WHY_NOT, on_a_late_stream
 
 from fastmax.ops import extension
 from fastmax.ops.registration import OPERATORS
-from fastmax.testing import verify
+from fastmax.testing.poison import poison_free_memory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -58,10 +58,10 @@ def check(operator, given, expect_kernel=True):
     exact, of_exact = outputs_and_gradients(DEFINITIONS[operator], in_float64(given), [x.double() for x in grads])
     runs = []
     for _ in range(2):
-        verify.poison_free_memory(DEVICE)
+        poison_free_memory(DEVICE)
         outputs = operator(*arguments)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        verify.poison_free_memory(DEVICE)
+        poison_free_memory(DEVICE)
         gradients = GRADIENTS_OF[operator](*grads, *arguments)
         runs.append((*outputs, *gradients))
     for x, y in zip(*runs, strict=True):
@@ -280,7 +280,7 @@ def check_rotary(positions, half=16, base=1e4):
     """A result differs from that of PyTorch operations by at most one unit in the last place."""
     operator, arguments = OPERATORS["rotary_factors"], (positions, half, base, False)
     assert operator.kernel.covers(arguments)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     results = operator.kernel(arguments)
     for x, y in zip(results, operator.implementation(*arguments), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()

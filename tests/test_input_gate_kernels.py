@@ -21,7 +21,7 @@ from test_packed_kernels import bounds
 
 import fastmax
 from fastmax import fastmax_attention, flash_attention
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
 
 pytestmark = [
     pytest.mark.cuda,
@@ -249,7 +249,7 @@ def test_any_split_equals_one_call(window, flush_interval, decay, mode, precisio
         log_decay=exact_decay,
         **options,
     )
-    rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(dtype).removeprefix("torch.")]
+    rounding = ROUNDING["tf32" if mode == "tf32" else str(dtype).removeprefix("torch.")]
     real = mask[:, None, :, None]
     assert relative(torch.cat(outputs, dim=2) * real, exact * real) <= max(2 * rounding, 2e-5)
 

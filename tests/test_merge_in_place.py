@@ -7,7 +7,7 @@ import torch
 from common import DTYPES, check_operator, dtype_id, in_turn, relative
 
 from fastmax import eager
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
 
 merge_ = torch.ops.fastmax.merge_.default
 
@@ -36,7 +36,7 @@ def test_against_float64(dv, dtype, device):
     given = operands(device, n=300 if dv == 64 else 37, dv=dv, dtype=dtype)
     exact = merged(*given)
     assert merge_(*given) is None
-    tolerance = {torch.float64: 1e-14, torch.float32: 3e-7}.get(dtype, verify.ROUNDING[dtype_id(dtype)])
+    tolerance = {torch.float64: 1e-14, torch.float32: 3e-7}.get(dtype, ROUNDING[dtype_id(dtype)])
     assert relative(given[0], exact[0]) <= tolerance
     assert relative(given[1], exact[1]) <= (1e-14 if dtype == torch.float64 else 3e-7)
 

@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 
 from fastmax import eager, merge_attention
 from fastmax.ops import extension
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
 
 merge_parts, merge_parts_backward = torch.ops.fastmax.merge_parts.default, torch.ops.fastmax.merge_parts_backward.default
 LAYOUTS = {"dense": torch.clone, **test_merge_in_place.LAYOUTS}
@@ -59,7 +60,7 @@ def merged_by_definition(parts: Parts) -> list[Tensor]:
 
 def check_merged(results, expected: list[Tensor], dtype: torch.dtype) -> None:
     """Checks o, lse and the gradients of the four arguments."""
-    narrow = {torch.float64: 1e-14, torch.float32: 3e-7}.get(dtype, verify.ROUNDING[dtype_id(dtype)])
+    narrow = {torch.float64: 1e-14, torch.float32: 3e-7}.get(dtype, ROUNDING[dtype_id(dtype)])
     wide = 1e-14 if dtype == torch.float64 else 1e-6
     names = "o", "lse", "of first", "of first_lse", "of second", "of second_lse"
     for name, x, y in zip(names, results, expected, strict=True):
@@ -198,7 +199,7 @@ def test_kernels_run(dtype, capfd):
     device = torch.device("cuda")
     if extension.problem(device) is not None:
         pytest.skip(extension.problem(device))
-    verify.poison_free_memory(device)
+    poison_free_memory(device)
     extension.set_debugging(True)
     try:
         for dv in (64, 7):

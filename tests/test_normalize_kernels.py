@@ -12,8 +12,11 @@ from common import assert_replayed, capture, pytorch_implementation
 from test_kernels import DEVICE, WHY_NOT
 
 from fastmax import eager, fastmax_attention
-from fastmax.testing import verify
+from fastmax.testing import evaluation
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
 from fastmax.testing.reference import normalized
+from fastmax.testing.tensors import unaligned
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,7 +35,7 @@ def token_major(x):
 LAYOUTS = {
     "contiguous": lambda x: x.clone(),
     "token-major": token_major,
-    "unaligned": verify.unaligned,
+    "unaligned": unaligned,
     "of a projection": lambda x: (
         torch.cat([x, x, x], dim=1).transpose(1, 2).contiguous().transpose(1, 2)[:, x.shape[1] : -x.shape[1]]
     ),
@@ -61,10 +64,10 @@ def assert_rows_are_near(actual, exact, scale, rounding):
 
 def check(q, k, lim=1.0):
     """Checks forward and backward against float64."""
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     *outputs, q_factor, k_factor = OPERATOR(q, k, lim)
     grads = [torch.randn_like(x) for x in (q, k)]
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     gradients = GRADIENT(*grads, *outputs, q_factor, k_factor, lim)
     rounding = torch.finfo(q.dtype).eps / 2 + 6e-7  # of the result, and of fp32 arithmetic
     for x, o, factor, grad, of_x in zip((q, k), outputs, (q_factor, k_factor), grads, gradients, strict=True):
@@ -233,11 +236,11 @@ def test_attention_trains_as_with_pytorch_operations(dtype, p):
     )
     options = {"causal": True, "p": p, "normalize": "token", "lim": 2.0, "temperature": 5.0}
     options["attention_mask"] = torch.rand(2, 317, device=DEVICE) < 0.9
-    exact = verify.run(fastmax_attention, {"q": q, "k": k, "v": v}, options | {"use_custom_gradient": False}, torch.float64)
-    actual = verify.run(fastmax_attention, {"q": q, "k": k, "v": v}, options)
+    exact = evaluation.run(fastmax_attention, {"q": q, "k": k, "v": v}, options | {"use_custom_gradient": False}, torch.float64)
+    actual = evaluation.run(fastmax_attention, {"q": q, "k": k, "v": v}, options)
     for name, x in exact.items():
         error = ((actual[name].double() - x).norm() / x.norm()).item()
-        assert error <= (1e-5 if dtype == torch.float32 else 4 * verify.ROUNDING[str(dtype)[6:]]), name
+        assert error <= (1e-5 if dtype == torch.float32 else 4 * ROUNDING[str(dtype)[6:]]), name
 
 
 def test_cuda_graph():

@@ -13,7 +13,8 @@ import torch
 from common import relative
 from test_kernels import DEVICE, HEAD_DIMS, NOTHING, WHY_NOT, by_mode, by_order, precision  # noqa: F401
 
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -77,15 +78,15 @@ def definition(arguments, grad_o, grad_z, dtype):
 
 
 def both(arguments, grad_o, grad_z):
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     o, z = torch.ops.fastmax.forward(*arguments)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     return o, z, *torch.ops.fastmax.backward(grad_o, grad_z, *arguments[:3], o, z, *arguments[3:])[:3]
 
 
 def check(actual, exact, plain, mode):
     dtype = actual[0].dtype
-    rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(dtype).removeprefix("torch.")]
+    rounding = ROUNDING["tf32" if mode == "tf32" else str(dtype).removeprefix("torch.")]
     for name, x, y, z in zip(("o", "z", "q", "k", "v"), actual, exact, plain, strict=True):
         seen = y.isfinite()  # a log-sum-exp of no keys
         assert torch.equal(x.isfinite(), seen), name
@@ -171,7 +172,7 @@ def test_packed_equals_one_by_one(mode, precision):  # noqa: F811
     pieces = [x.split(lengths, dim=2) for x in (*arguments[:3], grad_o)]
     alone = [both((q, k, v, *NOTHING, *arguments[10:]), g, None) for q, k, v, g in zip(*pieces, strict=True)]
     for x, parts in zip(packed, zip(*alone, strict=True), strict=True):
-        assert relative(x, torch.cat(parts, dim=2).double()) <= verify.ROUNDING["bfloat16" if mode == "bf16" else "tf32"]
+        assert relative(x, torch.cat(parts, dim=2).double()) <= ROUNDING["bfloat16" if mode == "bf16" else "tf32"]
 
 
 @pytest.mark.parametrize("part", invalid_bounds.PARTS)

@@ -4,8 +4,11 @@ import pytest
 import torch
 from test_kernels import DEVICE, HEAD_DIMS, WHY_NOT, by_mode, in_mode, precision  # noqa: F401 (precision: a fixture)
 
-from fastmax.testing import verify
-from fastmax.testing.verify import Case
+from fastmax.testing import evaluation
+from fastmax.testing.configurations import Case
+from fastmax.testing.errors import ROUNDING, measure
+from fastmax.testing.evaluation import implementation
+from fastmax.testing.tensors import random_tensors
 
 pytestmark = [
     pytest.mark.cuda,
@@ -46,14 +49,14 @@ def case_and_tensors(n, m, d, mode, softmax, causal, seed=0):
         "", options, batch=len(patterns(m)), heads=4, kv_heads=2, queries=n, keys=m, head_dim=d, value_dim=d, softmax=softmax
     )
     case = in_mode(case, mode)
-    return case, verify.random_tensors(case, DEVICE, seed)
+    return case, random_tensors(case, DEVICE, seed)
 
 
 def results(case, tensors, mask):
     """Returns output, log-sum-exp and gradients of the kernels, on poisoned memory."""
     options = {**case.options, "use_custom_gradient": True}
     tensors = tensors if mask is None else tensors | {"attention_mask": mask}
-    return verify.run(verify.implementation(case.softmax), tensors, options, poison=True)
+    return evaluation.run(implementation(case.softmax), tensors, options, poison=True)
 
 
 def assert_equal(actual, expected):
@@ -72,10 +75,10 @@ def test_every_pattern_against_float64(n, m, d, mode, causal, softmax, precision
     masks = patterns(m)
     got = results(case, tensors, masks)
     # Where few keys are seen, the terms of softmax's gradient by a score all but cancel (autograd: 5e-6 in fp32).
-    rounding = verify.ROUNDING[case.mode] * (8 if softmax else 1)
+    rounding = ROUNDING[case.mode] * (8 if softmax else 1)
     for entry, mask in enumerate(masks):
         alone = {name: x[entry : entry + 1] for name, x in tensors.items()} | {"attention_mask": mask[None]}
-        wrong = [row for row in verify.measure(alone, case.options, rounding, softmax) if not row.passed]
+        wrong = [row for row in measure(alone, case.options, rounding, softmax) if not row.passed]
         assert not wrong, (entry, wrong)
         for name, x in got.items():
             seen = x[entry].isfinite() | ((x[entry] == -torch.inf) if name == "lse" else torch.tensor(False, device=DEVICE))

@@ -14,7 +14,9 @@ import fastmax
 from fastmax import eager
 from fastmax.core.call import Call
 from fastmax.core.score import Score
-from fastmax.testing import verify
+from fastmax.testing.errors import ROUNDING
+from fastmax.testing.poison import poison_free_memory
+from fastmax.testing.tensors import token_major, unaligned
 
 pytestmark = [
     pytest.mark.cuda,
@@ -73,7 +75,7 @@ CASES = {
 
 
 def in_layout(x, layout):
-    return {"contiguous": torch.clone, "unaligned": verify.unaligned, "token-major": verify.token_major}[layout](x)
+    return {"contiguous": torch.clone, "unaligned": unaligned, "token-major": token_major}[layout](x)
 
 
 def a_state(case, generator):
@@ -122,13 +124,13 @@ def rounding(mode):
     """Returns the largest relative error of an output."""
     if mode == "fp32":
         return 1e-5
-    return 2 * verify.ROUNDING[{"bf16": "bfloat16", "fp16": "float16"}.get(mode, mode)]
+    return 2 * ROUNDING[{"bf16": "bfloat16", "fp16": "float16"}.get(mode, mode)]
 
 
 def check(given, mode):
     """Checks results against float64, that arguments are unchanged, and that a repetition gives the same bits."""
     before = [x.clone() for x in given[7:9]]
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     actual = torch.ops.fastmax.prefill(*given)
     # fp32: tensor cores cut off what they add up, row after row; the output divides out most of that.
     limits = (rounding(mode), *(1e-4 if mode == "fp32" else rounding(mode),) * 2)
@@ -140,7 +142,7 @@ def check(given, mode):
             continue
         assert relative(x, y) <= limit, f"{name}: {relative(x, y):.1e}"
     assert all(map(torch.equal, given[7:9], before))
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), actual))
 
 
@@ -352,7 +354,7 @@ def compare(actual, exact, mode):
 def check_gradients(given, mode, outputs=OUTPUTS):
     """Checks gradients against autograd through the float64 operations, and that a repetition gives the same bits."""
     grads = output_grads(given, outputs)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     actual = gradients(operator, given, grads)
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
     # Recorded PyTorch operations keep much of many states: there the gradient by hand, which tests/test_decode.py compares.
@@ -361,7 +363,7 @@ def check_gradients(given, mode, outputs=OUTPUTS):
     compare(actual, exact, mode)
     for name, x in actual.items():
         assert x.shape == given[LEAVES[name]].shape and x.dtype == given[LEAVES[name]].dtype, name
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     again = gradients(operator, given, grads)
     assert all(torch.equal(again[name], x) for name, x in actual.items())
 

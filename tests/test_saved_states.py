@@ -9,7 +9,7 @@ from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
 from test_prefill_kernels import CASES, LEAVES, Case, arguments, compare, in_float64, operator, output_grads, rounding
 from test_state_operators import pairs_of
 
-from fastmax.testing import verify
+from fastmax.testing.poison import poison_free_memory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,26 +32,26 @@ def saved_of_keys(given):
 def forward(given):
     """Returns output and denominators, computed from saved states."""
     *tokens, kv_state, k_sum = given[:9]
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     _, saved = saved_of_keys(given)
     assert is_saved(given[1], saved)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     return OPERATORS.prefill_saved_(*tokens, kv_state, k_sum, saved, *given[9:])
 
 
 def backward(given, o, z, grads, whole):
     """Returns the gradients of q, k, v and log_decay, computed from saved states. `whole` has those of the undivided call."""
     q, k, v, mask, log_decay, first, gate, kv_state, k_sum, *options = given
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
     *_, saved = OPERATORS.state_of_queries(g, e, q, k, v, log_decay, first, gate, *options, True)
     assert is_saved(k, saved)
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     tokens = q, k, v, mask, log_decay, first, gate
     grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, kv_state, k_sum, *options)
     of_state = list(grads.values())[2:]
     of_states = pairs_of(whole["new"], of_state, given[7:9], whole["of_state"])
-    verify.poison_free_memory(DEVICE)
+    poison_free_memory(DEVICE)
     of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, pairs, of_states, saved, *options)
     return [x for x in (grad_q, *of_keys) if x.shape != (0,)]
 

@@ -19,7 +19,12 @@ from test_kernels import DEVICE, WHY_NOT, capture, operands, size
 
 import fastmax
 from fastmax.ops import extension
-from fastmax.testing import verify
+from fastmax.testing import checks, evaluation, verify
+from fastmax.testing.debug_log import ATTENTION_CALL
+from fastmax.testing.errors import ROUNDING, measure
+from fastmax.testing.evaluation import implementation
+from fastmax.testing.random_configurations import hopper_indices
+from fastmax.testing.tensors import random_tensors
 
 ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "quadratic_sm90" in extension.build_info()
 pytestmark = [
@@ -36,7 +41,7 @@ def taken(capfd):
     """Returns taken(), which lists the kernels of the calls since the last time, like "backward: quadratic_sm90"."""
 
     def lines():
-        return [": ".join(call) for call in verify.ATTENTION_CALL.findall(capfd.readouterr().err)]
+        return [": ".join(call) for call in ATTENTION_CALL.findall(capfd.readouterr().err)]
 
     extension.set_debugging(True)
     lines()
@@ -115,7 +120,7 @@ def test_against_float64(row, d, softmax, taken):
     if softmax and row.get("noise") and not row.get("mask"):
         pytest.skip("softmax attention has no noise")
     case = case_of(softmax, d=d, **row)
-    assert verify.check(case, DEVICE, 1234).wrong == []
+    assert checks.check(case, DEVICE, 1234).wrong == []
     assert set(taken()) == expected_kernels(softmax)
 
 
@@ -131,7 +136,7 @@ def test_narrower_heads(d, dv, softmax, taken):
     """The copy engine fills missing columns with zeros, and must not write them."""
     for n, m, causal in ((200, 333, True), (200, 333, False), (385, 385, True)):
         case = case_of(softmax, n, m, d=d, dv=dv, h=4, hk=2, mask=n < m, noise=True, causal=causal)
-        assert verify.check(case, DEVICE, 5).wrong == []
+        assert checks.check(case, DEVICE, 5).wrong == []
     assert set(taken()) == expected_kernels(softmax)
 
 
@@ -140,14 +145,14 @@ def test_narrower_heads(d, dv, softmax, taken):
 def test_options_of_narrower_heads(d, softmax, taken):
     """The options are bounds, windows and decays."""
     case = case_of(softmax, 500, d=d, b=1, h=4, hk=2)
-    assert verify.check(case._replace(sequences=5), DEVICE, 13).wrong == []
+    assert checks.check(case._replace(sequences=5), DEVICE, 13).wrong == []
     assert set(taken()) == expected_kernels(softmax, bounded=True)
     if softmax:
-        assert verify.check(case._replace(options=case.options | {"window": 100}), DEVICE, 14).wrong == []
+        assert checks.check(case._replace(options=case.options | {"window": 100}), DEVICE, 14).wrong == []
         assert set(taken()) == {"flash_forward: flash_window_sm90", "flash_backward: flash_window_sm90"}
-        assert verify.check(case._replace(dtype=torch.float16), DEVICE, 15).wrong == []
+        assert checks.check(case._replace(dtype=torch.float16), DEVICE, 15).wrong == []
         assert set(taken()) == {"flash_forward: flash_sm90", "flash_backward: flash_sm80"}
-    assert verify.check(case._replace(decay=True), DEVICE, 16).wrong == []
+    assert checks.check(case._replace(decay=True), DEVICE, 16).wrong == []
     assert set(taken()) == expected_decay_kernels(softmax)
 
 
@@ -158,7 +163,7 @@ def test_options_of_narrower_heads(d, softmax, taken):
     ids=["p = 1", "other coefficients", "hardly a constant", "large scores"],
 )
 def test_scores(options, d, taken):
-    assert verify.check(case_of(False, 300, 350, d=d, **options), DEVICE, 6).wrong == []
+    assert checks.check(case_of(False, 300, 350, d=d, **options), DEVICE, 6).wrong == []
     assert set(taken()) == expected_kernels(False)
 
 
@@ -192,7 +197,7 @@ def test_softmax_in_fp16(row, kind, d, taken):
     """The forward is a Hopper kernel, the backward a portable one."""
     case = case_of(True, d=d, **row)._replace(dtype=torch.float16)
     case = case._replace(decay=kind == "decay_", sequences=3 if kind == "bounded_" else 0)
-    assert verify.check(case, DEVICE, 12).wrong == []
+    assert checks.check(case, DEVICE, 12).wrong == []
     portable = "flash_bounded_sm80" if kind else "flash_sm80"
     assert set(taken()) == {f"flash_forward: flash_{kind}sm90", f"flash_backward: {portable}"}
 
@@ -213,7 +218,7 @@ def test_small_weights_in_fp16(d, taken):
 def test_random_configurations(seed, capsys):
     """The configurations take these kernels and those of the linear algorithm. `fastmax.testing.verify --hopper --random 2000`
     has more."""
-    indices = verify.hopper_indices(100, seed, "cuda")
+    indices = hopper_indices(100, seed, "cuda")
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
     of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_decay", "linear2")}
@@ -261,7 +266,7 @@ by_fused_head_dim = pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"
 def test_fused_against_float64(row, d, softmax, taken):
     if softmax and row.get("noise") and not row.get("mask"):
         pytest.skip("softmax attention has no noise")
-    assert verify.check(case_of(softmax, d=d, **row), DEVICE, 1234).wrong == []
+    assert checks.check(case_of(softmax, d=d, **row), DEVICE, 1234).wrong == []
     assert set(taken()) == expected_kernels(softmax, fused=True)
 
 
@@ -276,7 +281,7 @@ def test_fused_against_float64(row, d, softmax, taken):
 def test_fused_narrower_heads(d, dv, softmax, taken):
     for causal in (True, False):
         case = case_of(softmax, 200, 1133, d=d, dv=dv, b=2, h=32, hk=16, mask=True, noise=True, causal=causal)
-        assert verify.check(case, DEVICE, 5).wrong == []
+        assert checks.check(case, DEVICE, 5).wrong == []
     assert set(taken()) == expected_kernels(softmax, fused=True)
 
 
@@ -287,7 +292,7 @@ def test_fused_narrower_heads(d, dv, softmax, taken):
     ids=["p = 1", "other coefficients", "hardly a constant", "large scores"],
 )
 def test_fused_scores(options, d, taken):
-    assert verify.check(case_of(False, 300, 1350, d=d, h=16, **options), DEVICE, 6).wrong == []
+    assert checks.check(case_of(False, 300, 1350, d=d, h=16, **options), DEVICE, 6).wrong == []
     assert set(taken()) == expected_kernels(False, fused=True)
 
 
@@ -297,10 +302,10 @@ def test_fused_scores(options, d, taken):
 def test_fused_bitwise_repeatable_on_a_full_device(causal, d, softmax, taken):
     """Blocks must add to grad_q in one order, however fast each is. Several groups of heads run one after the other."""
     case = case_of(softmax, 2200, d=d, b=4, h=24 * 128 // d, hk=8 * 128 // d, mask=True, causal=causal)
-    tensors = verify.random_tensors(case, DEVICE)
-    first = verify.run(verify.implementation(softmax), tensors, case.options)
+    tensors = random_tensors(case, DEVICE)
+    first = evaluation.run(implementation(softmax), tensors, case.options)
     for _ in range(10):
-        again = verify.run(verify.implementation(softmax), tensors, case.options)
+        again = evaluation.run(implementation(softmax), tensors, case.options)
         assert all(torch.equal(x, again[name]) for name, x in first.items())
     assert set(taken()) == expected_kernels(softmax, fused=True)
 
@@ -388,7 +393,7 @@ def test_windows(window, causal, d, taken):
     for n, m in ((500, 500), (333, 700)):
         case = case_of(True, n, m, d=d, h=4, hk=2, mask=n == 333, causal=causal)
         case = case._replace(options=case.options | {"window": window})
-        assert verify.check(case, DEVICE, 8).wrong == []
+        assert checks.check(case, DEVICE, 8).wrong == []
         assert set(taken()) == {"flash_forward: flash_window_sm90", "flash_backward: flash_window_sm90"}
 
 
@@ -398,7 +403,7 @@ def test_windows(window, causal, d, taken):
 @pytest.mark.parametrize("sequences, n", [(2, 130), (3, 700), (40, 900), (300, 257)])
 def test_packed_sequences(sequences, n, causal, d, softmax, taken):
     case = case_of(softmax, n, d=d, b=1, h=4, hk=2, causal=causal, noise=True)._replace(sequences=sequences)
-    assert verify.check(case, DEVICE, 9).wrong == []
+    assert checks.check(case, DEVICE, 9).wrong == []
     assert set(taken()) == expected_kernels(softmax, bounded=True)
 
 
@@ -411,10 +416,10 @@ def test_packed_sequences(sequences, n, causal, d, softmax, taken):
 def test_warpgroups_that_see_other_tiles(lengths, decay, d, softmax, taken):
     for causal in (True,) if decay else (True, False):
         case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=decay, sequences=len(lengths))
-        tensors = verify.random_tensors(case, DEVICE)
+        tensors = random_tensors(case, DEVICE)
         ends = list(itertools.accumulate(lengths, initial=0))
         tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-        errors = verify.measure(tensors, case.options, verify.ROUNDING[case.mode], softmax)
+        errors = measure(tensors, case.options, ROUNDING[case.mode], softmax)
         assert all(row.passed for row in errors), errors
     kind = "decay" if decay else "bounded"
     assert f"{'flash_forward: flash' if softmax else 'forward: quadratic'}_{kind}_sm90" in taken()
@@ -433,7 +438,7 @@ def test_decays(row, d, softmax, taken):
         case = case_of(softmax, d=d, **{"h": 4, "hk": 2 if row.get("h") != 1 else 1} | row)._replace(
             decay=True, sequences=sequences
         )
-        assert verify.check(case, DEVICE, 10).wrong == []
+        assert checks.check(case, DEVICE, 10).wrong == []
         assert set(taken()) == expected_decay_kernels(softmax)
 
 
@@ -467,10 +472,10 @@ def test_gradient_of_an_expanded_sum(d, softmax, taken):
 @by_attention
 def test_bitwise_repeatable_on_a_full_device(d, softmax, taken):
     case = case_of(softmax, 1500, d=d, b=4, h=24, hk=8, mask=True)
-    tensors = verify.random_tensors(case, DEVICE)
-    first = verify.run(verify.implementation(softmax), tensors, case.options)
+    tensors = random_tensors(case, DEVICE)
+    first = evaluation.run(implementation(softmax), tensors, case.options)
     for _ in range(10):
-        again = verify.run(verify.implementation(softmax), tensors, case.options)
+        again = evaluation.run(implementation(softmax), tensors, case.options)
         assert all(torch.equal(x, again[name]) for name, x in first.items())
     assert set(taken()) == expected_kernels(softmax)
 
@@ -480,7 +485,7 @@ def test_bitwise_repeatable_on_a_full_device(d, softmax, taken):
 def test_heads_do_not_touch_each_other(d, softmax, taken):
     """The last head of the last batch entry has the same bits alone as among others that are NaN."""
     case = case_of(softmax, 333, 400, d=d, b=2, h=3, hk=3)
-    tensors = verify.random_tensors(case, DEVICE)
+    tensors = random_tensors(case, DEVICE)
     alone = {name: x[1:, 2:].contiguous() for name, x in tensors.items()}
     among = {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
     for name, x in among.items():
@@ -489,7 +494,7 @@ def test_heads_do_not_touch_each_other(d, softmax, taken):
 
     def run(tensors, grad_o):
         variables = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
-        outputs = verify.implementation(softmax)(**dict(zip("qkv", variables, strict=True)), **case.options)
+        outputs = implementation(softmax)(**dict(zip("qkv", variables, strict=True)), **case.options)
         o = outputs[0] if isinstance(outputs, tuple) else outputs
         return o, *torch.autograd.grad(o, variables, grad_o)
 
@@ -505,8 +510,8 @@ def test_many_calls_in_a_graph_keep_their_tensors(softmax, taken):
     replayed in turn."""
     case = case_of(softmax, 130, d=64, b=1)
     options = case.options
-    inputs = [verify.random_tensors(case, DEVICE, seed) for seed in range(70)]
-    function = verify.implementation(softmax)
+    inputs = [random_tensors(case, DEVICE, seed) for seed in range(70)]
+    function = implementation(softmax)
 
     def results():
         outputs = [function(**x, **options) for x in inputs]
@@ -531,7 +536,7 @@ def test_heads_far_from_each_other(d, softmax, taken):
 
     def results(q, k, v, grad_o):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        outputs = verify.implementation(softmax)(q=q, k=k, v=v, **case_of(softmax, n, d=d).options)
+        outputs = implementation(softmax)(q=q, k=k, v=v, **case_of(softmax, n, d=d).options)
         o = outputs[0] if softmax else outputs
         return o, *torch.autograd.grad(o, (q, k, v), grad_o)
 
@@ -544,8 +549,8 @@ def test_heads_far_from_each_other(d, softmax, taken):
 def test_in_a_thread_that_has_not_used_the_device(softmax, taken):
     """The driver makes tensor maps only in a thread with a current context."""
     case = case_of(softmax, 130, d=64, b=1)
-    tensors = verify.random_tensors(case, DEVICE)
-    function, results = verify.implementation(softmax), []
+    tensors = random_tensors(case, DEVICE)
+    function, results = implementation(softmax), []
 
     def call():
         with torch.no_grad():
@@ -569,8 +574,8 @@ def current_context():
 def test_the_current_context_stays(taken):
     """Making tensor maps must not change the current context, even if that is not the device's own, such as a green context."""
     case = case_of(True, 130, d=64, b=1)
-    tensors = verify.random_tensors(case, DEVICE)
-    function = verify.implementation(softmax=True)
+    tensors = random_tensors(case, DEVICE)
+    function = implementation(softmax=True)
     expected, _ = function(**tensors, **case.options)
     with green_context():
         before = current_context()

@@ -28,7 +28,10 @@ from test_sm90 import row_id, taken  # noqa: F401
 
 import fastmax
 from fastmax.ops import extension
-from fastmax.testing import verify
+from fastmax.testing import checks, evaluation
+from fastmax.testing.errors import ROUNDING, measure
+from fastmax.testing.poison import poison_free_memory
+from fastmax.testing.tensors import random_tensors
 
 ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "linear2_sm90" in extension.build_info()
 pytestmark = [
@@ -64,8 +67,8 @@ def check_replayed(call, *others):
 
 
 def run_without_reference(case, seed=0):
-    tensors = verify.random_tensors(case, DEVICE, seed)
-    return verify.run(fastmax.fastmax_attention, tensors, case.options)
+    tensors = random_tensors(case, DEVICE, seed)
+    return evaluation.run(fastmax.fastmax_attention, tensors, case.options)
 
 
 # ---- against float64, on poisoned memory, bit by bit repeatable
@@ -124,7 +127,7 @@ ROWS = [*OWN_CHUNK, *ONE_SNAPSHOT, *BACK_IN_TIME, *CHUNKS, *FINE, *OFFSETS, *SHA
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_against_float64(row, taken):  # noqa: F811
-    assert verify.check(case_of(d=64, **row), DEVICE, 1234).wrong == []
+    assert checks.check(case_of(d=64, **row), DEVICE, 1234).wrong == []
     assert set(taken()) == EXPECTED
 
 
@@ -143,7 +146,7 @@ def test_against_float64(row, taken):  # noqa: F811
     ids=row_id,
 )
 def test_against_float64_at_head_dim_32(row, taken):  # noqa: F811
-    assert verify.check(case_of(d=32, **row), DEVICE, 1234).wrong == []
+    assert checks.check(case_of(d=32, **row), DEVICE, 1234).wrong == []
     assert set(taken()) == EXPECTED
 
 
@@ -161,7 +164,7 @@ def test_against_float64_at_head_dim_32(row, taken):  # noqa: F811
     ids=row_id,
 )
 def test_against_float64_at_head_dim_128(row, taken):  # noqa: F811
-    assert verify.check(case_of(d=128, **row), DEVICE, 1234).wrong == []
+    assert checks.check(case_of(d=128, **row), DEVICE, 1234).wrong == []
     assert set(taken()) == EXPECTED
 
 
@@ -176,7 +179,7 @@ def test_narrower_heads(d, dv, taken):  # noqa: F811
     """The copy engine fills missing columns with zeros, and must not write them."""
     for causal in (True, False):
         case = case_of(600, 700, d=d, dv=dv, h=4, hk=2, mask=True, noise=True, causal=causal)
-        assert verify.check(case, DEVICE, 5).wrong == []
+        assert checks.check(case, DEVICE, 5).wrong == []
     assert set(taken()) == EXPECTED
 
 
@@ -198,8 +201,8 @@ def test_features_that_cancel(taken):  # noqa: F811
     assert set(taken()) == EXPECTED
     exact = both(widened(expanded), grad_o.double())
     for name, x, y, z in zip(("o", "z", "grad_q", "grad_k", "grad_v"), here, portable, exact, strict=True):
-        assert relative(x, z) < 1.25 * relative(y, z) + verify.ROUNDING["bfloat16"], name
-    assert relative(here[2], exact[2]) > 4 * verify.ROUNDING["bfloat16"], "they do cancel"
+        assert relative(x, z) < 1.25 * relative(y, z) + ROUNDING["bfloat16"], name
+    assert relative(here[2], exact[2]) > 4 * ROUNDING["bfloat16"], "they do cancel"
 
 
 @pytest.mark.parametrize("d, dv, heads", [(64, 64, 32), (64, 40, 32), (128, 128, 16)])
@@ -317,10 +320,10 @@ def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F81
 def test_resets(where, kind, taken):  # noqa: F811
     """The public function turns decays of -inf into bounds of keys."""
     case = case_of(700, h=2, hk=1)._replace(decay=True)
-    tensors = verify.random_tensors(case, DEVICE, where)
+    tensors = random_tensors(case, DEVICE, where)
     tensors["log_decay"].fill_({"strong": -3.0, "millionth": -1e-6, "none": 0.0}[kind])
     tensors["log_decay"][:, :, where] = -torch.inf
-    rows = verify.measure(tensors, case.options, verify.ROUNDING["bfloat16"], case.softmax)
+    rows = measure(tensors, case.options, ROUNDING["bfloat16"], case.softmax)
     assert [row for row in rows if not row.passed] == []
     assert kernels_of_attention(taken) == EXPECTED
 
@@ -341,7 +344,7 @@ def test_segments_and_phases_with_decays(d, taken):  # noqa: F811
         assert set(taken()) == EXPECTED
         exact = both((*(x.float() for x in (q, k, v)), *options, *score, True), grad_o.float())
         for name, x, y in zip(("o", "z", "grad_q", "grad_k", "grad_v"), results, exact, strict=True):
-            assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"], name
+            assert relative(x, y) < 2 * ROUNDING["bfloat16"], name
         taken()
 
 
@@ -426,7 +429,7 @@ def test_denominators(d, taken):  # noqa: F811
         _, z = torch.ops.fastmax.forward(*arguments)
         exact = denominators(*widened(arguments))
         assert torch.equal(z == 0, exact == 0)
-        assert relative(z, exact) <= verify.ROUNDING["bfloat16"]
+        assert relative(z, exact) <= ROUNDING["bfloat16"]
     assert set(taken()) == {"forward: linear2_sm90"}
 
 
@@ -449,7 +452,7 @@ def test_gradient_of_the_denominators(taken):  # noqa: F811
     grad_z, exact = with_gradient_of_the_denominators(arguments, grad_o)
     taken()
     for name, x, y in zip("qkv", both(arguments, grad_o, grad_z.float())[2:], exact, strict=True):
-        assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], name
+        assert relative(x, y) <= 4 * ROUNDING["bfloat16"], name
     assert set(taken()) == EXPECTED
 
 
@@ -467,7 +470,7 @@ def test_phases(b, h, hk, n, m, d, taken):  # noqa: F811
     assert set(taken()) == EXPECTED
     exact = both((*(x.float() for x in (q, k, v)), *NOTHING, *score, True), grad_o.float())
     for name, x, y in zip(("o", "z", "grad_q", "grad_k", "grad_v"), results, exact, strict=True):
-        assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"], name
+        assert relative(x, y) < 2 * ROUNDING["bfloat16"], name
 
 
 def test_bitwise_repeatable_on_a_full_device(taken):  # noqa: F811
@@ -475,7 +478,7 @@ def test_bitwise_repeatable_on_a_full_device(taken):  # noqa: F811
         case = case_of(2100, d=d, b=4, h=24, hk=8, mask=True)
         first = run_without_reference(case)
         for _ in range(10):
-            verify.poison_free_memory(DEVICE)
+            poison_free_memory(DEVICE)
             again = run_without_reference(case)
             assert all(torch.equal(x, again[name]) for name, x in first.items())
         assert set(taken()) == EXPECTED
@@ -496,7 +499,7 @@ def test_heads_do_not_touch_each_other(taken):  # noqa: F811
             both((q, k, v, *[None] * 3, of_heads, *arguments[7:]), g) for q, k, v, of_heads, g in (alone, among)
         )
         for x, y in zip(actual, expected, strict=True):
-            assert relative(x[1, 2], y[0, 0]) < verify.ROUNDING["bfloat16"]
+            assert relative(x[1, 2], y[0, 0]) < ROUNDING["bfloat16"]
     assert set(taken()) == EXPECTED
 
 

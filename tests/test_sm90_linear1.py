@@ -12,7 +12,8 @@ from test_sm90_linear import check_replayed
 
 import fastmax
 from fastmax.ops import extension
-from fastmax.testing import verify
+from fastmax.testing import checks, evaluation
+from fastmax.testing.errors import ROUNDING
 
 ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "linear1_sm90" in extension.build_info()
 pytestmark = [
@@ -57,7 +58,7 @@ ROWS = [*ONE_SEGMENT, *SEGMENTS, *HEADS, *OFFSETS, *SHARED_HEADS, *OPTIONS]
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_against_float64(row, d, taken):  # noqa: F811
-    assert verify.check(case_of(d=d, **row), DEVICE, 1234).wrong == []
+    assert checks.check(case_of(d=d, **row), DEVICE, 1234).wrong == []
     assert set(taken()) == EXPECTED
 
 
@@ -67,7 +68,7 @@ def test_against_float64(row, d, taken):  # noqa: F811
 def test_narrower_heads(d, dv, taken):  # noqa: F811
     """The copy engine fills missing columns with zeros, and must not write them."""
     for noise in (False, True):
-        assert verify.check(case_of(600, 700, d=d, dv=dv, h=4, hk=2, noise=noise), DEVICE, 5).wrong == []
+        assert checks.check(case_of(600, 700, d=d, dv=dv, h=4, hk=2, noise=noise), DEVICE, 5).wrong == []
     assert set(taken()) == EXPECTED
 
 
@@ -77,7 +78,7 @@ def test_a_gradient_of_the_denominators(d, taken):  # noqa: F811
         arguments, grad_o = operands(size("", n, m, d=d, p=1), "bf16", "linear")
         grad_z, exact = with_gradient_of_the_denominators(arguments, grad_o)
         for x, y in zip(both(arguments, grad_o, grad_z.float())[2:], exact, strict=True):
-            assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], (n, m)
+            assert relative(x, y) <= 4 * ROUNDING["bfloat16"], (n, m)
     assert set(taken()) == EXPECTED
 
 
@@ -91,7 +92,7 @@ def test_prepared_gradients(n, m, h, hk, d, taken):  # noqa: F811
             grad_o = grad_o[:, :, :1].expand(grad_o.shape)
         exact = both(widened(arguments), grad_o.double())
         for x, y in zip(both(arguments, grad_o), exact, strict=True):
-            assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], noise
+            assert relative(x, y) <= 4 * ROUNDING["bfloat16"], noise
     assert set(taken()) == EXPECTED
 
 
@@ -119,12 +120,12 @@ def test_shortened_rows(n, m, h, hk, d, dv, token_major, taken):  # noqa: F811
     tensors = {"q": q, "k": k, "v": torch.randn(2, hk, m, dv, device=DEVICE).bfloat16()}
     for options in ({}, {"lim": 0.5, "temperature": 0.4, "a0": 1.3}, {"return_lse": True}):
         options = {"causal": True, "p": 1, "algorithm": "linear", "normalize": "token", "lim": 0.8} | options
-        exact = verify.run(fastmax.fastmax_attention, tensors, options | {"use_custom_gradient": False}, torch.float64)
+        exact = evaluation.run(fastmax.fastmax_attention, tensors, options | {"use_custom_gradient": False}, torch.float64)
         taken()
-        actual = verify.run(fastmax.fastmax_attention, tensors, options, poison=True)
+        actual = evaluation.run(fastmax.fastmax_attention, tensors, options, poison=True)
         assert set(taken()) == NORMALIZED
         for name, x in exact.items():
-            assert relative(actual[name], x) <= 4 * verify.ROUNDING["bfloat16"], name
+            assert relative(actual[name], x) <= 4 * ROUNDING["bfloat16"], name
 
 
 def test_a_shortened_gradient_that_is_expanded(taken):  # noqa: F811
@@ -138,7 +139,7 @@ def test_a_shortened_gradient_that_is_expanded(taken):  # noqa: F811
         grads.append([x.grad for x in leaves])
     assert set(taken()) == NORMALIZED
     for exact, x in zip(*grads, strict=True):
-        assert relative(x, exact) <= 4 * verify.ROUNDING["bfloat16"]
+        assert relative(x, exact) <= 4 * ROUNDING["bfloat16"]
 
 
 def test_which_calls_shorten_rows(taken):  # noqa: F811
@@ -176,7 +177,7 @@ def test_many_tokens(b, h, n, d, taken):  # noqa: F811
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments]
     for x, y in zip(first, both(wide, grad_o.float()), strict=True):
-        assert relative(x, y) <= 2 * verify.ROUNDING["bfloat16"]
+        assert relative(x, y) <= 2 * ROUNDING["bfloat16"]
 
 
 def test_what_is_not_covered(taken):  # noqa: F811

@@ -219,8 +219,16 @@ def test_tile_rows():
         ({"window": 3, "algorithm": "quadratic"}, ValueError, "window is for 'flash'"),
         ({"exact_window": 3}, ValueError, "exact_window is for 'quadratic', 'linear'"),
         ({"exact_window": -1, "algorithm": "linear"}, ValueError, "exact_window must be at least 0, got -1"),
-        ({"exact_window": 3, "algorithm": "quadratic", "block_size": 4}, ValueError, "exact_window takes no block_size"),
-        ({"exact_window": 3, "algorithm": "linear", "causal": True, "state": True}, ValueError, "exact_window takes no state"),
+        (
+            {"exact_window": 3, "algorithm": "quadratic", "block_size": 4},
+            ValueError,
+            "exact_window must be 0 with block_size=4, got 3",
+        ),
+        (
+            {"exact_window": 3, "algorithm": "linear", "causal": True, "state": True},
+            ValueError,
+            "exact_window must be 0 with state=True, got 3",
+        ),
         ({"state": True, "algorithm": "quadratic", "causal": True}, ValueError, "state is for 'linear'"),
         ({"state": True, "algorithm": "linear"}, ValueError, "state needs causal=True"),
     ],

@@ -518,7 +518,7 @@ def test_options_of_a_state_are_fixed():
 
 
 REFUSED = {
-    "noise": ({"dropout": 0.1}, "no form with noise"),
+    "noise": ({"dropout": 0.1}, "dropout must be 0 with a FastmaxCache, got"),
     "quadratic": ({"algorithm": "quadratic"}, 'no form with algorithm="quadratic"'),
     "autograd": ({"use_custom_gradient": False}, "no form with use_custom_gradient=False"),
     "sequence": ({"normalize": True}, 'normalize="sequence" looks at all rows'),

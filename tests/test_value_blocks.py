@@ -15,7 +15,7 @@ from test_kernels import DEVICE, MODES, WHY_NOT, by_mode, in_mode, precision, si
 
 import fastmax
 from fastmax.ops import extension
-from fastmax.testing import verify
+from fastmax.testing import checks
 
 PROBE = """
 #include <cstdio>
@@ -204,7 +204,7 @@ def linear(*args, **options):
 @by_widths
 def test_linear_against_float64(d, dv, mode, options, in_blocks):
     case = in_mode(linear(2100, 2300, d=d, dv=dv, **LONG, **options), mode)
-    assert verify.check(case, DEVICE, 3).wrong == []
+    assert checks.check(case, DEVICE, 3).wrong == []
     check_blocks(in_blocks)
 
 
@@ -222,7 +222,7 @@ def test_decays_and_packed_sequences(d, dv, mode, options, in_blocks):
         options=case.options | window | {"return_lse": True}, decay=options.get("decay", False),
         padding=options.get("padding", False), sequences=options.get("sequences", 0),
     )  # fmt: skip
-    assert verify.check(case, DEVICE, 4).wrong == []
+    assert checks.check(case, DEVICE, 4).wrong == []
     check_blocks(in_blocks)
 
 
@@ -234,7 +234,7 @@ def test_quadratic_against_float64(d, dv, mode, softmax):
     """Whether blocks pay depends on the device; values of 200 and 256 columns have them on Hopper in bf16."""
     case = size("", 2100, 2300, d=d, dv=dv, mask=True, noise=not softmax, **LONG)
     options = {"causal": True} if softmax else case.options | {"algorithm": "quadratic"}
-    assert verify.check(in_mode(case._replace(options=options, softmax=softmax), mode), DEVICE, 5).wrong == []
+    assert checks.check(in_mode(case._replace(options=options, softmax=softmax), mode), DEVICE, 5).wrong == []
 
 
 @gpu
@@ -242,7 +242,7 @@ def test_quadratic_against_float64(d, dv, mode, softmax):
 @pytest.mark.parametrize("options", [dict(p=1), dict(p=1, normalize="token", lim=0.8), dict(p=1, causal=False)], ids=str)
 def test_order_1_against_float64(d, dv, options):
     case = in_mode(linear(2100, d=d, dv=dv, **LONG, **options), "bf16")._replace(magnitude=None)
-    assert verify.check(case, DEVICE, 6).wrong == []
+    assert checks.check(case, DEVICE, 6).wrong == []
 
 
 @gpu

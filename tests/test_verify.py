@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from fastmax.core import validation
-from fastmax.testing import verify
+from fastmax.ops import extension
+from fastmax.testing import checks, errors, evaluation, random_configurations, verify
+from fastmax.testing.configurations import LAYOUTS, Case
+from fastmax.testing.errors import ROUNDING, largest_log_sum, lost_to_rounded_outputs, measure
+from fastmax.testing.evaluation import implementation, matmul_precision
+from fastmax.testing.poison import poison_free_memory
+from fastmax.testing.random_configurations import for_hopper, hopper_indices, random_case
+from fastmax.testing.reference import naive_attention
+from fastmax.testing.tensors import random_tensors
 
 # Eight small configurations that have all operators, dtypes, decays, windows and packed sequences, and one of them.
 SEED, INDEX = 1520, 5
@@ -52,24 +60,24 @@ def turned_wrong(attention, wrong, custom):
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
 def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypatch, capsys):
-    right = verify.implementation
-    monkeypatch.setattr(verify, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG[wrong], custom))
+    right = errors.implementation
+    monkeypatch.setattr(errors, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG[wrong], custom))
     assert verify.main(["--device", "cpu", "--seed", str(SEED), "--random", "8"]) == 1
     printed = capsys.readouterr().out
-    case = verify.random_case(INDEX, SEED, "cpu")
+    case = random_case(INDEX, SEED, "cpu")
     assert f"FAILED {case}" in printed, "the whole configuration"
     assert f"python -m fastmax.testing.verify {' '.join(ONE)}" in printed
     assert re.search(r"\n0 of 8 random configurations", printed)
 
     assert verify.main(ONE) == 1
-    monkeypatch.setattr(verify, "implementation", right)
+    monkeypatch.setattr(errors, "implementation", right)
     assert verify.main(ONE) == 0
     assert "1 of 1 random configurations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v"])
 def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
-    right = verify.implementation
+    right = errors.implementation
 
     def steeper(softmax):
         def attention(**arguments):
@@ -79,32 +87,32 @@ def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
 
         return attention
 
-    monkeypatch.setattr(verify, "implementation", steeper)
-    wrong = verify.check(verify.random_case(INDEX, SEED, "cpu"), "cpu", SEED + INDEX).wrong
+    monkeypatch.setattr(errors, "implementation", steeper)
+    wrong = checks.check(random_case(INDEX, SEED, "cpu"), "cpu", SEED + INDEX).wrong
     assert len(wrong) == 1 and wrong[0].startswith(f"grad of {tensor}: custom gradient ")
 
 
 def test_the_worst_share_of_each_kind_is_shown(monkeypatch, capsys):
     shares = iter([0.2, math.inf, 0.7])
-    case = verify.random_case(0, 0, "cpu")
-    monkeypatch.setattr(verify, "random_case", lambda index, seed, device: case)
-    monkeypatch.setattr(verify, "check", lambda case, device, seed: verify.Outcome(next(shares), []))
+    case = random_case(0, 0, "cpu")
+    monkeypatch.setattr(checks, "random_case", lambda index, seed, device: case)
+    monkeypatch.setattr(checks, "check", lambda case, device, seed: checks.Outcome(next(shares), []))
     assert verify.run_random(range(3), 0, "cpu") == 0
     line = rf"{case.mode} +{case.options['algorithm']} +p={case.options['p']} +inf% +1\n"
     assert re.search(line, capsys.readouterr().out)
 
 
 def test_nan_is_the_worst_share(monkeypatch):
-    right = verify.implementation
-    monkeypatch.setattr(verify, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG["nan"], True))
-    assert verify.check(verify.random_case(INDEX, SEED, "cpu"), "cpu", SEED + INDEX).share == math.inf
+    right = errors.implementation
+    monkeypatch.setattr(errors, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG["nan"], True))
+    assert checks.check(random_case(INDEX, SEED, "cpu"), "cpu", SEED + INDEX).share == math.inf
 
 
 def test_the_table_exits_with_its_result(monkeypatch, capsys):
     assert verify.main(["--device", "cpu", "--only", "one query"]) == 0
     assert "2 of 2 configurations" in capsys.readouterr().out
-    right = verify.fastmax_attention
-    monkeypatch.setattr(verify, "fastmax_attention", lambda **arguments: 1.001 * right(**arguments))
+    right = evaluation.fastmax_attention
+    monkeypatch.setattr(evaluation, "fastmax_attention", lambda **arguments: 1.001 * right(**arguments))
     assert verify.main(["--device", "cpu", "--only", "one query"]) == 1
     assert "0 of 2 configurations" in capsys.readouterr().out
 
@@ -114,7 +122,7 @@ def test_options_give_no_warnings_here(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verify.main(["--device", "cpu", "--only", 'normalize="sequence"']) == 0
-        verify.check(verify.Case("", {"causal": True, "normalize": True, "algorithm": "auto"}, queries=20, keys=20), "cpu", 0)
+        checks.check(Case("", {"causal": True, "normalize": True, "algorithm": "auto"}, queries=20, keys=20), "cpu", 0)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +158,11 @@ def test_processes_print_what_one_does(capsys):
 def test_configurations_for_hopper():
     """2,000 configurations have all kinds of attention. Large scores keep the algorithm that they were drawn for."""
     kinds, gated = Counter(), Counter()
-    indices = verify.hopper_indices(2000, 0, "cuda")
-    assert len(set(indices)) == 2000 and indices[:50] == verify.hopper_indices(50, 0, "cuda")
+    indices = hopper_indices(2000, 0, "cuda")
+    assert len(set(indices)) == 2000 and indices[:50] == hopper_indices(50, 0, "cuda")
     for index in indices:
-        drawn = verify.random_case(index, 0, "cuda")
-        case = verify.for_hopper(drawn)
+        drawn = random_case(index, 0, "cuda")
+        case = for_hopper(drawn)
         width = max(case.head_dim, case.value_dim)
         assert case.mode == "bfloat16" and width <= 128
         assert not case.softmax or case.options == drawn.options
@@ -188,21 +196,21 @@ somebody's warning
 @pytest.fixture
 def library_prints(monkeypatch):
     """Returns library_prints(text), after which every check prints the text to the file descriptor."""
-    monkeypatch.setattr(verify.extension, "set_debugging", lambda on: None)
+    monkeypatch.setattr(extension, "set_debugging", lambda on: None)
 
     def set_text(text):
         def check(case, device, seed):
             os.write(2, text.encode())
-            return verify.Outcome(0.5, [])
+            return checks.Outcome(0.5, [])
 
-        monkeypatch.setattr(verify, "check", check)
+        monkeypatch.setattr(checks, "check", check)
 
     return set_text
 
 
 def test_kernels_are_counted(library_prints, capfd):
     library_prints(PRINTED.format("linear2_sm90"))
-    indices = verify.hopper_indices(3, 0, "cuda")
+    indices = hopper_indices(3, 0, "cuda")
     assert verify.run_random(indices, 0, "cuda", hopper=True) == 0
     out, err = capfd.readouterr()
     counts = re.findall(r"^(\w+: \w+) +(\d+) configurations$", out, re.MULTILINE)
@@ -215,7 +223,7 @@ def test_kernels_are_counted(library_prints, capfd):
 )
 def test_other_kernels_fail(text, named, library_prints, capfd):
     library_prints(text)
-    (index,) = verify.hopper_indices(1, 0, "cuda")
+    (index,) = hopper_indices(1, 0, "cuda")
     assert verify.run_random([index], 0, "cuda", hopper=True) == 1
     printed = capfd.readouterr().out
     assert "not on the Hopper kernels: " in printed and named in printed and f"--only-index {index} --hopper" in printed
@@ -227,8 +235,8 @@ def test_other_kernels_fail(text, named, library_prints, capfd):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_random_configurations_cover_the_operator(kind):
     """2,000 of them, for either kind of device: every option in every mode, within the limits."""
-    cases = [verify.random_case(index, 0, kind) for index in range(2000)]
-    limits = verify._LIMITS.get(kind, verify._OTHER_DEVICES)
+    cases = [random_case(index, 0, kind) for index in range(2000)]
+    limits = random_configurations._LIMITS.get(kind, random_configurations._OTHER_DEVICES)
     for case in cases:
         assert 1 <= case.queries <= limits.tokens and 1 <= case.keys <= limits.tokens
         assert 1 <= case.head_dim <= limits.head_dim and 1 <= case.value_dim <= limits.head_dim
@@ -236,8 +244,8 @@ def test_random_configurations_cover_the_operator(kind):
         assert case.queries <= case.keys or not case.options["causal"]
         # The limit on pairs gives way to the least number of rows, for short sequences; groups have up to four heads.
         pairs = case.batch * case.heads * case.queries * case.keys
-        assert pairs <= limits.pairs + 4 * verify._MIN_ROWS * limits.tokens
-        assert case.batch * min(case.heads * case.queries, case.kv_heads * case.keys) >= verify._MIN_ROWS
+        assert pairs <= limits.pairs + 4 * random_configurations._MIN_ROWS * limits.tokens
+        assert case.batch * min(case.heads * case.queries, case.kv_heads * case.keys) >= random_configurations._MIN_ROWS
 
     modes = {"float32", "float16", "bfloat16", "float64" if kind == "cpu" else "tf32"}
     kinds = Counter((case.mode, *case.operator, case.options["causal"]) for case in cases)
@@ -246,7 +254,7 @@ def test_random_configurations_cover_the_operator(kind):
     def count(condition):
         return sum(map(condition, cases))
 
-    assert all(count(lambda case, layout=layout: case.layout == layout) > 200 for layout in verify.LAYOUTS)
+    assert all(count(lambda case, layout=layout: case.layout == layout) > 200 for layout in LAYOUTS)
     for name in ("normalize", "rpe_matrix", "dropout", "a0"):
         assert count(lambda case, name=name: name in case.options) > 100
     assert count(lambda case: case.heads > case.kv_heads > 1) > 100
@@ -277,39 +285,39 @@ def test_random_configurations_cover_the_operator(kind):
 
 
 def test_a_configuration_depends_on_its_index_and_seed_alone():
-    again = [verify.random_case(index, 11, "cpu") for index in range(20)]
-    assert [verify.random_case(index, 11, "cpu") for index in reversed(range(20))][::-1] == again
+    again = [random_case(index, 11, "cpu") for index in range(20)]
+    assert [random_case(index, 11, "cpu") for index in reversed(range(20))][::-1] == again
     assert len(set(map(str, again))) == 20
-    assert verify.random_case(3, 11, "cpu") == verify.random_case(4, 10, "cpu")._replace(name="random 3")
+    assert random_case(3, 11, "cpu") == random_case(4, 10, "cpu")._replace(name="random 3")
     case = again[0]
-    first, second, other = (verify.random_tensors(case, "cpu", seed) for seed in (1, 1, 2))
+    first, second, other = (random_tensors(case, "cpu", seed) for seed in (1, 1, 2))
     assert all(torch.equal(x, second[name]) for name, x in first.items())
     assert not torch.equal(first["q"], other["q"])
 
 
 def test_scores_of_p_1_stay_in_the_ball():
-    case = verify.Case("", {}, magnitude=None)
-    tensors = verify.random_tensors(case, "cpu")
+    case = Case("", {}, magnitude=None)
+    tensors = random_tensors(case, "cpu")
     assert tensors["q"].norm(dim=-1).max() < 0.9 and tensors["q"].norm(dim=-1).std() > 0.1
-    assert verify.random_tensors(case._replace(magnitude=2.0), "cpu")["q"].norm(dim=-1).min() > 0.9
+    assert random_tensors(case._replace(magnitude=2.0), "cpu")["q"].norm(dim=-1).min() > 0.9
 
 
 def test_positive_scores():
-    tensors = verify.random_tensors(verify.Case("", {}, positive=True), "cpu")
+    tensors = random_tensors(Case("", {}, positive=True), "cpu")
     assert (tensors["q"] >= 0).all() and (tensors["k"] >= 0).all() and (tensors["v"] < 0).any()
 
 
 def test_noise_is_standard_normal():
-    for layout in verify.LAYOUTS:
-        noise = verify.random_tensors(verify.Case("", {}, noise=True, layout=layout), "cpu")["drop_noise"]
+    for layout in LAYOUTS:
+        noise = random_tensors(Case("", {}, noise=True, layout=layout), "cpu")["drop_noise"]
         assert noise.shape == (2, 2, 300, 32) and noise.mean().abs() < 0.02 and (noise.std() - 1.0).abs() < 0.02
 
 
 @pytest.mark.parametrize("keys", [300, 40], ids=["n = m", "n > m"])
 def test_layouts_are_what_they_are_called(keys):
-    base = verify.Case("", {}, heads=4, keys=keys, noise=True)
-    for layout in verify.LAYOUTS:
-        tensors = verify.random_tensors(base._replace(layout=layout), "cpu")
+    base = Case("", {}, heads=4, keys=keys, noise=True)
+    for layout in LAYOUTS:
+        tensors = random_tensors(base._replace(layout=layout), "cpu")
         q, k, v = (tensors[name] for name in "qkv")
         assert q.shape == (2, 4, 300, 32) and k.shape == v.shape == (2, 2, keys, 32)
         assert q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -319,31 +327,29 @@ def test_layouts_are_what_they_are_called(keys):
         assert len(set(shared)) == (3 if layout != "packed" else 1 if keys == 300 else 2)
         if layout == "unaligned":
             assert all(x.data_ptr() % 16 and x.stride(2) * x.element_size() % 16 for x in tensors.values())
-        expected = verify.random_tensors(base, "cpu")
+        expected = random_tensors(base, "cpu")
         assert all(torch.equal(x, expected[name]) for name, x in tensors.items()), "the same numbers in every layout"
 
 
 def test_padding_hides_all_keys_of_the_first_sequence():
-    mask = verify.random_tensors(verify.Case("", {}, padding=True), "cpu")["attention_mask"]
+    mask = random_tensors(Case("", {}, padding=True), "cpu")["attention_mask"]
     assert mask.shape == (2, 300) and not mask[0].any() and not mask[1, :100].any() and 0.5 < mask[1, 100:].float().mean() < 0.9
 
 
 def test_decays_and_packed_sequences():
-    tensors = verify.random_tensors(verify.Case("", {}, batch=1, kv_heads=3, keys=900, decay=True, sequences=9), "cpu")
+    tensors = random_tensors(Case("", {}, batch=1, kv_heads=3, keys=900, decay=True, sequences=9), "cpu")
     log_decay, cu_seqlens = tensors["log_decay"], tensors["cu_seqlens"]
     assert log_decay.shape == (1, 3, 900) and log_decay.dtype == torch.float32 and (log_decay <= 0).all()
     for value in (0.0, -50.0, -math.inf):
         assert (log_decay == value).any(), value
     assert cu_seqlens.shape == (10,) and cu_seqlens.dtype == torch.int32 and (cu_seqlens.diff() >= 0).all()
     assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 900
-    padded = verify.random_tensors(verify.Case("", {}, decay=True, padding=True, dtype=torch.float64), "cpu")["log_decay"]
+    padded = random_tensors(Case("", {}, decay=True, padding=True, dtype=torch.float64), "cpu")["log_decay"]
     assert padded.dtype == torch.float64 and padded.min() == -5.0
 
 
 def test_gates():
-    gate = verify.random_tensors(verify.Case("", {}, kv_heads=3, keys=900, gate=True, dtype=torch.bfloat16), "cpu")[
-        "log_input_gate"
-    ]
+    gate = random_tensors(Case("", {}, kv_heads=3, keys=900, gate=True, dtype=torch.bfloat16), "cpu")["log_input_gate"]
     assert gate.shape == (2, 3, 900) and gate.dtype == torch.float32 and gate.min() == -20.0 and gate.max() >= 6.0
 
 
@@ -351,7 +357,7 @@ def test_gates():
 @pytest.mark.parametrize("option", ["log_decay", "log_input_gate", "cu_seqlens", "exact_window", "window"])
 def test_wrong_visibility_decay_or_gate_is_caught(option, wrong, monkeypatch):
     name = "flash_attention" if option == "window" else "fastmax_attention"
-    right = getattr(verify, name)
+    right = getattr(evaluation, name)
 
     def perturbed(**arguments):
         value = arguments[option]
@@ -370,22 +376,22 @@ def test_wrong_visibility_decay_or_gate_is_caught(option, wrong, monkeypatch):
 
     options = {"causal": True, **({"scale": 0.2} if option == "window" else {"algorithm": "auto", "p": 2, "temperature": 6.0})}
     options |= {option: 20} if "window" in option else {}
-    case = verify.Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
-                       decay=option == "log_decay", gate=option == "log_input_gate", softmax=option == "window")  # fmt: skip
-    assert verify.check(case, "cpu", 0).wrong == []
-    monkeypatch.setattr(verify, name, perturbed)
-    assert verify.check(case, "cpu", 0).wrong != []
+    case = Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
+                decay=option == "log_decay", gate=option == "log_input_gate", softmax=option == "window")  # fmt: skip
+    assert checks.check(case, "cpu", 0).wrong == []
+    monkeypatch.setattr(evaluation, name, perturbed)
+    assert checks.check(case, "cpu", 0).wrong != []
 
 
 # ---- what is allowed
 
 
 def test_rounding_is_the_least_that_is_allowed():
-    case = verify.Case("", {"causal": True, "temperature": 6.0}, queries=50, keys=50)
-    tensors = verify.random_tensors(case, "cpu")
-    plain = {row.tensor: row.allowed for row in verify.measure(tensors, case.options)}
-    assert all(row.allowed == 0.01 for row in verify.measure(tensors, case.options, rounding=0.01))
-    assert all(row.allowed == plain[row.tensor] for row in verify.measure(tensors, case.options, rounding=1e-12))
+    case = Case("", {"causal": True, "temperature": 6.0}, queries=50, keys=50)
+    tensors = random_tensors(case, "cpu")
+    plain = {row.tensor: row.allowed for row in measure(tensors, case.options)}
+    assert all(row.allowed == 0.01 for row in measure(tensors, case.options, rounding=0.01))
+    assert all(row.allowed == plain[row.tensor] for row in measure(tensors, case.options, rounding=1e-12))
 
 
 def scores_of_200(softmax):
@@ -401,43 +407,43 @@ def test_the_rounding_of_log_sums_is_allowed(softmax, monkeypatch):
     alone."""
     tensors, options = scores_of_200(softmax)
     plain = {name: x for name, x in options.items() if name != "algorithm"}
-    largest = verify.largest_log_sum(tensors, plain, softmax)
+    largest = largest_log_sum(tensors, plain, softmax)
     assert 200.0 < largest < 220.0
-    assert all(row.passed for row in verify.measure(tensors, options, 1e-6, softmax))
-    monkeypatch.setattr(verify, "ROUNDING_OF_LOG_SUM", dict.fromkeys(verify.FLOOR, 0.0))
-    without = {row.tensor: row for row in verify.measure(tensors, options, 1e-6, softmax)}
+    assert all(row.passed for row in measure(tensors, options, 1e-6, softmax))
+    monkeypatch.setattr(errors, "ROUNDING_OF_LOG_SUM", dict.fromkeys(errors.FLOOR, 0.0))
+    without = {row.tensor: row for row in measure(tensors, options, 1e-6, softmax)}
     assert not without["v"].passed and without["v"].custom < 2.0**-24 * largest
 
 
 def test_nothing_is_lost_to_log_sums_where_there_are_none():
     tensors, _ = scores_of_200(softmax=True)
-    assert verify.largest_log_sum(tensors, {"causal": True}, softmax=False) == 0.0
+    assert largest_log_sum(tensors, {"causal": True}, softmax=False) == 0.0
     tensors["attention_mask"] = torch.zeros(1, 40, dtype=torch.bool)
-    assert verify.largest_log_sum(tensors, {"exact_window": 3}, softmax=False) == 0.0
+    assert largest_log_sum(tensors, {"exact_window": 3}, softmax=False) == 0.0
 
 
 def test_a_plain_formula_that_overflows_is_no_standard():
     """f(s) of 1e6 is past float16, so the plain formula returns NaN. The operator does not, and may have an error of a few
     roundings."""
-    case = verify.Case("", {"temperature": 1.0}, queries=50, keys=50, dtype=torch.float16, magnitude=20.0)
-    tensors = verify.random_tensors(case, "cpu")
-    assert not verify.run(verify.naive_attention, tensors, case.options)["o"].isfinite().all()
-    rows = verify.measure(tensors, case.options, verify.ROUNDING["float16"])
+    case = Case("", {"temperature": 1.0}, queries=50, keys=50, dtype=torch.float16, magnitude=20.0)
+    tensors = random_tensors(case, "cpu")
+    assert not evaluation.run(naive_attention, tensors, case.options)["o"].isfinite().all()
+    rows = measure(tensors, case.options, ROUNDING["float16"])
     assert all(row.passed and (row.allowed <= 8.1 * 2.0**-11 or row.tensor in "qk") for row in rows)
 
 
 def test_gradients_that_are_zero_by_cancellation():
     """With one key the gradients of q and k are rounding errors, held to a multiple of the rounding of their terms."""
-    case = verify.Case("", {}, queries=100, keys=1, dtype=torch.float16)
-    tensors = verify.random_tensors(case, "cpu")
-    rows = {row.tensor: row for row in verify.measure(tensors, case.options, verify.ROUNDING["float16"])}
+    case = Case("", {}, queries=100, keys=1, dtype=torch.float16)
+    tensors = random_tensors(case, "cpu")
+    rows = {row.tensor: row for row in measure(tensors, case.options, ROUNDING["float16"])}
     assert all(row.passed for row in rows.values())
     assert rows["q"].allowed < 0.1 and rows["k"].allowed < 0.1
 
 
 def test_precision_is_set_back():
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(RuntimeError), verify.matmul_precision("high"):
+    with pytest.raises(RuntimeError), matmul_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
         raise RuntimeError
     assert torch.get_float32_matmul_precision() == before
@@ -465,7 +471,7 @@ def test_poison_reaches_what_the_allocator_hands_out(memory_as_it_is):
         kept += [torch.zeros(300, device=device), torch.zeros(900_000, device=device)]
         del blocks
     reserved = torch.cuda.memory_reserved()
-    verify.poison_free_memory(device)
+    poison_free_memory(device)
     assert torch.cuda.memory_reserved() == reserved, "every block was there already"
     fresh = [torch.empty(size, device=device) for size in sizes]
     assert torch.cuda.memory_reserved() == reserved
@@ -475,8 +481,8 @@ def test_poison_reaches_what_the_allocator_hands_out(memory_as_it_is):
 
 @pytest.mark.cuda
 def test_an_output_that_is_not_written_is_caught(memory_as_it_is, monkeypatch):
-    right = verify.fastmax_attention
-    case = verify.Case("", {"causal": True, "temperature": 6.0})
+    right = evaluation.fastmax_attention
+    case = Case("", {"causal": True, "temperature": 6.0})
 
     def unwritten(**arguments):
         memory = torch.empty(2, 2, 300, 32, device="cuda")  # as large as the output, before anything else is allocated
@@ -486,28 +492,28 @@ def test_an_output_that_is_not_written_is_caught(memory_as_it_is, monkeypatch):
         memory[:, :, 1:] = o.detach()[:, :, 1:]
         return o + (memory - o.detach())
 
-    monkeypatch.setattr(verify, "fastmax_attention", unwritten)
-    assert any("o: not finite on poisoned memory" in line for line in verify.check(case, "cuda", 0).wrong)
+    monkeypatch.setattr(evaluation, "fastmax_attention", unwritten)
+    assert any("o: not finite on poisoned memory" in line for line in checks.check(case, "cuda", 0).wrong)
 
 
 @pytest.mark.cuda
 def test_other_bits_are_caught(monkeypatch):
-    right, calls = verify.fastmax_attention, []
+    right, calls = evaluation.fastmax_attention, []
 
     def unsteady(**arguments):
         calls.append(None)
         return right(**arguments) * (1.0 + 1e-5 * len(calls))
 
-    monkeypatch.setattr(verify, "fastmax_attention", unsteady)
-    case = verify.Case("", {"causal": True, "temperature": 6.0})
-    wrong = verify.check(case, "cuda", 0).wrong
+    monkeypatch.setattr(evaluation, "fastmax_attention", unsteady)
+    case = Case("", {"causal": True, "temperature": 6.0})
+    wrong = checks.check(case, "cuda", 0).wrong
     found = {line.split(",")[0] for line in wrong if "other bits" in line}
     assert found == {f"{name}: other bits when repeated" for name in "oqkv"}
 
 
 @pytest.mark.cuda
 def test_a_late_write_is_told_from_other_bits(monkeypatch):
-    right, results = verify.fastmax_attention, []
+    right, results = evaluation.fastmax_attention, []
 
     def writes_late(**arguments):
         o = right(**arguments)
@@ -517,29 +523,27 @@ def test_a_late_write_is_told_from_other_bits(monkeypatch):
             results[1][0, 1, 7] += 1.0
         return o
 
-    monkeypatch.setattr(verify, "fastmax_attention", writes_late)
-    wrong = verify.check(verify.Case("", {"causal": True, "temperature": 6.0}), "cuda", 0).wrong
+    monkeypatch.setattr(evaluation, "fastmax_attention", writes_late)
+    wrong = checks.check(Case("", {"causal": True, "temperature": 6.0}), "cuda", 0).wrong
     assert [line.split(",")[0] for line in wrong] == ["o: written to by a later call"]
 
 
 def test_where_tensors_differ():
     x = torch.zeros(2, 3, 9, 4)
     y = x.index_put(tuple(torch.tensor([[1, 1], [2, 2], [4, 5], [1, 1]])), torch.tensor([0.5, -1.0]))
-    assert verify.difference(x, y) == "in 2 numbers from [1, 2, 4, 1] to [1, 2, 5, 1], by at most 1.0e+00"
+    assert checks.difference(x, y) == "in 2 numbers from [1, 2, 4, 1] to [1, 2, 5, 1], by at most 1.0e+00"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softmax", [False, True])
 def test_what_rounding_the_output_takes_is_allowed(softmax, dtype, monkeypatch):
     """One key of each query has nearly all of the weight, so that grad_o . v and grad_o . o cancel but for roundings of o."""
-    case = verify.Case("", {"causal": True}, queries=60, keys=60, dtype=dtype, softmax=softmax)
-    tensors = verify.random_tensors(case, "cpu")
+    case = Case("", {"causal": True}, queries=60, keys=60, dtype=dtype, softmax=softmax)
+    tensors = random_tensors(case, "cpu")
     tensors["q"] = tensors["k"] = tensors["k"].sign()
     options = {"causal": True, "scale": 0.5} if softmax else {"causal": True, "temperature": 2.0, "exact_window": 1}
-    lost = verify.lost_to_rounded_outputs(
-        tensors, options, softmax, verify.run(verify.implementation(softmax), tensors, options)["o"]
-    )
+    lost = lost_to_rounded_outputs(tensors, options, softmax, evaluation.run(implementation(softmax), tensors, options)["o"])
     assert lost.keys() == {"q", "k"} and min(lost.values()) > 0.0
-    rows = verify.measure(tensors, options, verify.ROUNDING[str(dtype).removeprefix("torch.")], softmax)
+    rows = measure(tensors, options, ROUNDING[str(dtype).removeprefix("torch.")], softmax)
     assert all(row.passed for row in rows), rows
-    assert not verify.lost_to_rounded_outputs({name: x.float() for name, x in tensors.items()}, options, softmax, tensors["v"])
+    assert not lost_to_rounded_outputs({name: x.float() for name, x in tensors.items()}, options, softmax, tensors["v"])

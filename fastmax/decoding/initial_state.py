@@ -59,9 +59,7 @@ def init_state(
     kind = validation.check_normalize(normalize, lim)
     if kind == "sequence":
         raise ValueError(f'normalize must be False or "token" for a recurrent state, got {normalize!r}: it looks at all tokens')
-    if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
-        got = validation.describe(rpe_matrix)
-        raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {got}')
+    validation.check_rpe_name(rpe_matrix, "a recurrent state has no fixed number of keys")
     validation.check_exact_window(exact_window)
     validation.check_count("flush_interval", flush_interval)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)

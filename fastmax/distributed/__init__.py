@@ -11,11 +11,11 @@ from fastmax.distributed.attention import (
     context_parallel_flash_attention,
     tokens_before,
 )
+from fastmax.distributed.communication_volume import exchanged_bytes
 from fastmax.distributed.context import Context, ContextParallel, context_parallel
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.rank_consistency import set_time_limit
 from fastmax.distributed.tensor_parallel import TensorParallel
-from fastmax.distributed.traffic import exchanged_bytes
 
 __all__ = [
     "Context",

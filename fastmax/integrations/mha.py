@@ -296,7 +296,8 @@ def _blocked(name: str, mask: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         validation.check_in_graph(only_known, message)  # reading the value would break the graph
     elif not only_known:
-        raise ValueError(message)
+        other = mask[~blocked & (mask != 0)][0].item()
+        raise ValueError(f"{message}, got {other:g}")
     return blocked
 
 
@@ -329,8 +330,9 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
     if n < m and torch.equal(blocked, ones.triu(1 + m - n).expand_as(blocked)):
         return m
     raise ValueError(
-        "attn_mask is neither all visible nor the causal mask: fastmax does not support arbitrary masks. "
-        "Mark keys that no query of a sequence may see in key_padding_mask"
+        f"attn_mask is neither all visible nor the causal mask, got shape {tuple(attn_mask.shape)} with "
+        f"{int(blocked.sum())} blocked: fastmax does not support arbitrary masks. Mark keys that no query of a sequence may "
+        "see in key_padding_mask"
     )
 
 

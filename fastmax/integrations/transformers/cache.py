@@ -194,8 +194,8 @@ class FastmaxLayer(CacheLayerMixin):
             )
         validation.check_algorithm(options.get("algorithm", "auto"), None)
         validation.check_bool("use_custom_gradient", options.get("use_custom_gradient", True))
-        if validation.check_not_negative("dropout", options.get("dropout", 0.0)):
-            raise ValueError("FastmaxCache has no form with noise (the option dropout): model.eval(), or use_cache=False")
+        if dropout := validation.check_not_negative("dropout", options.get("dropout", 0.0)):
+            raise ValueError(f"dropout must be 0 with a FastmaxCache, got {dropout}: model.eval(), or use_cache=False")
         _refuse_quadratic(options)
         if options.get("use_custom_gradient") is False and torch.is_grad_enabled():
             raise ValueError("FastmaxCache has no form with use_custom_gradient=False: torch.no_grad(), or use_cache=False")

@@ -63,7 +63,8 @@ def check_options(options: dict) -> None:
     known = OPTIONS | OF_MODELS
     unknown = sorted(set(options) - known)
     if unknown:
-        raise TypeError(f"unknown fastmax option {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}")
+        got = ", ".join(f"{name!r} = {validation.describe(options[name])}" for name in unknown)
+        raise TypeError(f"unknown fastmax option {got}; known are {', '.join(sorted(known))}")
     _check_log_decay(options.get("log_decay"))
     _check_layers(options.get("layers"))
     validation.check_bool("constant_memory", options.get("constant_memory", False))
