@@ -458,7 +458,10 @@ class _Blocks(Protocol):
 
 
 class _WholeBlocks:
-    """The blocks of one sequence in each batch entry, from its first token on."""
+    """The blocks of one sequence in each batch entry, from its first token on.
+
+    They are cut from padded tensors. `_IndexedBlocks` gathers them by index.
+    """
 
     def __init__(self, n: int, window: int, device: torch.device):
         self.n, self.window, self.count = n, window, (n + _BLOCK - 1) // _BLOCK
