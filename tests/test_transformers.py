@@ -162,6 +162,13 @@ def test_padding_between_tokens_is_refused(options):
         model(ids, attention_mask=mask, use_cache=False)
 
 
+def test_mask_made_without_arguments():
+    mask = integration.FastmaxMask(True, None)
+    for use in (mask.dense, lambda: mask.cu_seqlens(torch.device("cpu"))):
+        with pytest.raises(ValueError, match="arguments of a FastmaxMask for .* must be given, got None"):
+            use()
+
+
 def test_positions_of_several_axes_that_start_again():
     text = torch.arange(6).expand(3, 2, -1)
     image = torch.stack([torch.tensor([0, 1, 1, 1, 1, 3]), torch.tensor([0, 1, 1, 2, 2, 3]), torch.tensor([0, 1, 2, 1, 2, 3])])

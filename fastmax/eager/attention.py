@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,10 +64,12 @@ def _without_noise(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: 
         ops = operands(q, k, v, call, group)
         o_group, z_group = by_kv_head(o, hk)[group], by_kv_head(z.unsqueeze(-1), hk)[group]
 
-        def write(span: Span, sums: tuple[Tensor, ...], like=ops.q, o_group=o_group, z_group=z_group):
+        def write(
+            span: Span, sums: tuple[Tensor, ...], like: Tensor = ops.q, o_group: Tensor = o_group, z_group: Tensor = z_group
+        ) -> None:
             rows = slice(span.start, span.stop)
-            sums = (from_blocks(x, span, like) for x in sums)
-            z_group[:, :, :, rows] = finish(*sums, out=o_group[:, :, :, rows])[1]
+            of_heads = (from_blocks(x, span, like) for x in sums)
+            z_group[:, :, :, rows] = finish(*of_heads, out=o_group[:, :, :, rows])[1]
 
         module.forward(ops, plan, write, workspace)
     return o, z
@@ -92,7 +94,7 @@ def backward(
     """
     rpe = call.rpe_matrix
     grads = InputGradients.zeros(q, k, v)
-    grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
+    grad_rpe: Any = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
     tensors = {name: getattr(call, name) for name in PER_HEAD if ACCOMPANYING[name].differentiable}
     tensors = {
         name: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()

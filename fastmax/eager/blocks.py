@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isqrt
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastmax.core.call import Call
-from fastmax.core.score import Score, Softmax
 from fastmax.eager.decay import Decay, DecayGradient
 from fastmax.eager.input_gate import GateGradient
 from fastmax.eager.tiles import TileGradients, TileInfo
@@ -29,7 +28,7 @@ class Span(NamedTuple):
     """The tokens `start .. start + count * length`: `count` chunks of `length`, which are computed in parallel."""
 
     start: int
-    count: int
+    count: Any  # int. Any, because tuples have a method of this name
     length: int
 
     @property
@@ -160,7 +159,8 @@ class Operands:
     decay: Decay | None = None  # of the call's log_decay, k_start and k_end
 
     @property
-    def score(self) -> Score | Softmax:
+    def score(self) -> Any:
+        """A `Score`, or for `tiles` of softmax a `Softmax`. The functions that take operands know which."""
         return self.call.score
 
     @property
@@ -209,7 +209,7 @@ class Operands:
         """Key `i + shift - left` is the first one that query i sees; None: it sees all."""
         return None if self.call.left < 0 else self.call.left
 
-    def tile_info(self, factors: KeyFactors, **fields) -> TileInfo:
+    def tile_info(self, factors: KeyFactors, **fields: Any) -> TileInfo:
         """Returns the `TileInfo` of a tile whose keys have these factors; `fields` are those that depend on the queries too."""
         return TileInfo(
             self.group, key_weight=factors.in_tile, log_gate=factors.log_gate, returns_pairs=self.returns_pairs, **fields
@@ -254,7 +254,7 @@ class Gradients:
         self._ops = ops
         self._out = out
         self._sums = InputGradients(*(x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out))
-        self._rpe = rpe
+        self._rpe: Any = rpe  # None where the tiles have no gradient of it
         self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift, ops.call.lag)
         self.gate = None if ops.call.log_input_gate is None else GateGradient(ops.call.log_input_gate)
 
@@ -282,7 +282,7 @@ class Gradients:
         self.add_k(keys, tile.k)
         self.add_v(keys, tile.v)
         if self.gate is not None:
-            gated = tile.pairs if tile.is_global is None else tile.pairs * tile.is_global
+            gated: Any = tile.pairs if tile.is_global is None else tile.pairs * tile.is_global
             self.gate.add_keys(keys.start, gated.sum(1))
         if self.decay is not None:
             self.decay.add_tile(queries.start, keys.start, tile.pairs)  # overwrites the pairs
@@ -342,6 +342,9 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()  # compilers can trace it, but not a look at the stack
 
 
+Carry = TypeVar("Carry", bound=tuple)  # what a scan carries from step to step
+
+
 class Scan:
     """Runs a step over spans in order, carries a state from step to step, and passes each output to `sink`.
 
@@ -354,7 +357,7 @@ class Scan:
         # derivative in PyTorch 2.11.
         self.checkpointing = checkpointing and not is_transformed()
 
-    def call(self, function: Callable, todo: Span | list[Span], state: tuple):
+    def call(self, function: Callable[[Any, Any], Any], todo: Span | list[Span], state: tuple) -> Any:
         """Returns `function(todo, state)`, as a checkpoint if autograd records."""
         if not self.checkpointing:
             return function(todo, state)
@@ -362,10 +365,16 @@ class Scan:
         make = getattr(state, "_make", tuple)
         return checkpoint(lambda *state: function(todo, make(state)), *state, use_reentrant=False, preserve_rng_state=False)
 
-    def __call__(self, step: Callable, state: tuple, todo: list[Span], sink: Callable[[Span, object], None]) -> tuple:
+    def __call__(
+        self,
+        step: Callable[[Span, Carry], tuple[Any, Carry]],
+        state: Carry,
+        todo: list[Span],
+        sink: Callable[[Span, Any], None],
+    ) -> Carry:
         block = isqrt(len(todo)) + 1 if self.checkpointing else 1
 
-        def run(part: list[Span], state: tuple):
+        def run(part: list[Span], state: Carry) -> tuple[list, Carry]:
             outputs = []
             for span in part:
                 output, state = self.call(step, span, state) if len(part) > 1 else step(span, state)

@@ -13,7 +13,7 @@ With a NaN in G, all later queries would become NaN, including those that see no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -256,7 +256,9 @@ class Decay:
         self, x: Tensor | None, query: int, key: int, rows: int, cols: int, count: int, reads_values: bool
     ) -> Tensor | None:
         """Returns x (None: zeros) with -inf where the bounds hide a key; None if x is None and no key is hidden."""
-        like = self._sums if self._first is None and self._end is None else self._end if self._first is None else self._first
+        like: Any = (
+            self._sums if self._first is None and self._end is None else self._end if self._first is None else self._first
+        )
         first, end = self._first, self._end
         if reads_values and is_at_hand(like):
             first = None if first is None or first[..., query + rows * count - 1].max() <= key else first
@@ -273,12 +275,12 @@ class Decay:
     def factors(self, query: int, length: int, count: int, group: int, reads_values: bool = False) -> Factors:
         """Returns the factors of `count` causal chunks of `length` tokens, the first of which starts at this query."""
         key = query + self._shift
-        first = self._first
+        first: Any = self._first  # not None without sums
         if self._sums is not None and first is not None and reads_values and is_at_hand(first):
             last = min(query + length * count, first.shape[-1] - 1)  # the query after the chunks
             first = None if first[..., last].max() < key else first  # no sequence starts in these chunks
         if self._sums is None:
-            rows = keys = whole = self._first.new_ones((), dtype=self._dtype)
+            rows = keys = whole = first.new_ones((), dtype=self._dtype)
             part = torch.zeros_like(whole)
         else:
             at = self._blocks(self._sums[..., 1:], key, length, count)
@@ -316,7 +318,7 @@ class Decay:
         They are the decays from each key to the last key before all queries.
         """
         last = self._shift
-        x = None
+        x: Any = None  # but one of the two is there
         if self._sums is not None:
             x = (self._sums[..., last : last + 1] - self._sums[..., start + 1 : stop + 1]).to(self._dtype).exp()
         if self._first is not None:
@@ -328,8 +330,9 @@ class Decay:
     def _following(self, query: int, length: int, count: int) -> Tensor:
         """Returns k_start of the first query after each chunk, (b * hk * count, 1); after the last chunk of the call, that of
         the last query."""
-        after = self._first[..., query + length :: length][..., :count]
-        following = torch.cat((after, self._first[..., -1:]), dim=-1)[..., :count]
+        first: Any = self._first  # not None, since only bounds ask
+        after = first[..., query + length :: length][..., :count]
+        following = torch.cat((after, first[..., -1:]), dim=-1)[..., :count]
         return following.flatten().unsqueeze(-1)
 
     @staticmethod

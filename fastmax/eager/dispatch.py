@@ -91,7 +91,8 @@ def operands(
             state=state,
             lag=call.lag,
         )
-    return Operands(*(by_kv_head(x, k.shape[1])[group] for x in (q, k, v)), call, tiles_of(call), decay)
+    of_q, of_k, of_v = (by_kv_head(x, k.shape[1])[group] for x in (q, k, v))
+    return Operands(of_q, of_k, of_v, call, tiles_of(call), decay)
 
 
 class RecordedOutput:

@@ -17,8 +17,8 @@ dk and dv from states of the queries, which are sums of the same kind with q, g 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class State(NamedTuple):
     moment2: Tensor | None  # (B, d, d): sum of weight x x^T; None for order 1
 
 
+Tokens: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # x, y and weight
+TermsOfSums: TypeAlias = Callable[[Span], tuple[Tensor, Tensor]]  # from a span of queries to its g and e
+Used = TypeVar("Used")
+
+
 def empty_state(blocks: int, d: int, channels: int, order: int, like: Tensor) -> State:
     """Returns the state before any token, in the dtype and on the device of `like`."""
     d = padded_head_dim(d)
@@ -89,7 +94,8 @@ def pack_state(state: State, d: int) -> tuple[Tensor, Tensor]:
     if state.second is not None:
         a, b = torch.triu_indices(d, d, device=state.second.device)
         kv_state.append(fold_pairs(state.second, d))
-        k_sum.append(state.moment2[:, a, b])
+        moment2: Any = state.moment2  # not None with `second`
+        k_sum.append(moment2[:, a, b])
     return torch.cat(kv_state, dim=1), torch.cat(k_sum, dim=1)
 
 
@@ -131,7 +137,7 @@ def _read_weight(state: State, x: Tensor, score: Score) -> Tensor:
 
 def _read_gradient(
     state: State, x: Tensor, y: Tensor, weight: Tensor | None, score: Score, workspace: Workspace, returns_y: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """Returns `sum_j f'(x_i.x_j) (y_i.y_j + weight_i weight_j) x_j` over the tokens j in the state, (B, R, d).
 
     The second result is `_read_y(state, x)` if `returns_y`, else None. Both results contract `t_ca = sum_b x_b second_bca`,
@@ -140,7 +146,7 @@ def _read_gradient(
     """
     moment = state.moment1 if weight is None else weight * state.moment1
     dx = torch.baddbmm(moment, y, state.first.mT, beta=score.a1, alpha=score.a1)
-    out = torch.baddbmm(score.a0 * state.zeroth, x, state.first, alpha=score.a1) if returns_y else None
+    out: Any = torch.baddbmm(score.a0 * state.zeroth, x, state.first, alpha=score.a1) if returns_y else None
     if state.second is not None:
         batch, rows, d = x.shape
         full = symmetrize(state.second, d, workspace).flatten(2)
@@ -186,9 +192,9 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Fac
     This is an exclusive scan; with `reverse` it runs from the last chunk to the first. `factor` (B * count, 1, 1) multiplies
     the state carried past each chunk.
     """
-    factors = (None,) * count if factor is None else factor.chunks(count)
+    factors: Sequence[Factor | None] = (None,) * count if factor is None else factor.chunks(count)
 
-    def scan(carry: Tensor | None, x: Tensor | None):
+    def scan(carry: Tensor | None, x: Any) -> tuple[Tensor | None, Tensor | None]:  # x is None where carry is
         if carry is None:
             return None, None
         chunks = list(zip(x.unflatten(0, (-1, count)).unbind(1), factors, strict=True))
@@ -260,12 +266,12 @@ class _Chunks:
     def advance(
         self,
         state: State,
-        tokens: tuple,
+        tokens: Tokens,
         span: Span,
-        use: Callable[[State], object],
+        use: Callable[[State], Used],
         carry: Factor | None,
         reverse: bool = False,
-    ):
+    ) -> tuple[Used, State]:
         """Calls `use` with the states before the chunks of a span; returns its result, and the state after the span.
 
         The state after a chunk is the state before it times `carry`, plus the tokens (x, y, weight) of the chunk.
@@ -280,7 +286,7 @@ class _Chunks:
         return use(before), after
 
 
-def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _scaled(tokens: Tokens, factor: Tensor | None) -> Tokens:
     """Returns tokens (x, y, weight) with y and weight multiplied by a factor."""
     if factor is None:
         return tokens
@@ -288,7 +294,7 @@ def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None)
     return x, y * factor, factor if weight is None else weight * factor
 
 
-def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor, Tensor | None]:
+def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> Tokens:
     """Returns keys as tokens (x, y, weight) of a state, with their factors; k, v and factors are those of `_Chunks.k_v`."""
     factor = factors.without_mask
     return k, v if factor is None else v * factor, factors.in_state
@@ -301,25 +307,25 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
     """
     chunks = _Chunks(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
-    score = ops.score
+    score: Score = ops.score
 
     def read(state: State, q: Tensor) -> tuple[Tensor, Tensor]:
         return _read_y(state, q, score, workspace), _read_weight(state, q, score)
 
-    def add_keys(span: Span, state: State):
+    def add_keys(span: Span, state: State) -> tuple[None, State]:
         return None, _add_tokens(state, *_state_tokens(*chunks.k_v_before_queries(span)), workspace)
 
-    def causal(span: Span, state: State):
+    def causal(span: Span, state: State) -> tuple[tuple[Tensor, Tensor], State]:
         rows, decay, carry = chunks.factors(span)
         q, (k, v, factors) = chunks.q(span), chunks.k_v(chunks.keys(span), decay)
 
-        def use(before: State) -> tuple[Tensor, Tensor]:
+        def use(before: State) -> tuple[Tensor, ...]:
             return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
 
         sums, state = chunks.advance(state, _state_tokens(k, v, factors), span, use, carry)
         return tiles.forward(q, k, v, sums, score, chunks.info(span, factors), workspace), state
 
-    def full(span: Span, state: State):
+    def full(span: Span, state: State) -> tuple[tuple[Tensor, Tensor], State]:
         return read(state, chunks.q(span)), state
 
     state = scan(add_keys, chunks.empty_state() if state is None else state, chunks.before_queries, lambda span, _: None)
@@ -329,7 +335,7 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
 def backward(
     ops: Operands,
     plan: LinearPlan,
-    g_e: Callable[[Span], tuple[Tensor, Tensor]],
+    g_e: TermsOfSums,
     grads: Gradients,
     workspace: Workspace,
     before: State | None = None,
@@ -349,7 +355,7 @@ def backward(
 
 
 def backward_of_queries(
-    ops: Operands, plan: LinearPlan, g_e: Callable, grads: Gradients, workspace: Workspace, before: State
+    ops: Operands, plan: LinearPlan, g_e: TermsOfSums, grads: Gradients, workspace: Workspace, before: State
 ) -> None:
     """Adds the gradient of q to `grads`, and the sums over each query's pairs with keys of other chunks."""
     _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before, adds_intra_chunk_q=True)
@@ -358,7 +364,7 @@ def backward_of_queries(
 def backward_of_keys(
     ops: Operands,
     plan: LinearPlan,
-    g_e: Callable,
+    g_e: TermsOfSums,
     grads: Gradients,
     workspace: Workspace,
     after: State,
@@ -371,7 +377,7 @@ def backward_of_keys(
 def _add_inter_chunk_q(
     ops: Operands,
     plan: LinearPlan,
-    g_e: Callable,
+    g_e: TermsOfSums,
     grads: Gradients,
     workspace: Workspace,
     before: State | None,
@@ -386,7 +392,9 @@ def _add_inter_chunk_q(
         q, terms = chunks.q(span), g_e(span)
         rows, decay, carry = chunks.factors(span)
 
-        def dq(before: State, span=span, q=q, terms=terms, rows=rows):
+        def dq(
+            before: State, span: Span = span, q: Tensor = q, terms: tuple[Tensor, Tensor] = terms, rows: Tensor | None = rows
+        ) -> None:
             q, g, e = _scaled((q, *terms), rows)
             dq, _ = _read_gradient(before, q, g, e, score, workspace)
             grads.add_q(span, dq)
@@ -405,7 +413,7 @@ def _add_inter_chunk_q(
 def _add_k_v(
     ops: Operands,
     plan: LinearPlan,
-    g_e: Callable,
+    g_e: TermsOfSums,
     grads: Gradients,
     workspace: Workspace,
     after: State | None,
@@ -419,7 +427,7 @@ def _add_k_v(
     chunks, score = _Chunks(ops, plan, workspace), ops.score
     score_after = score if score_after is None else score_after
 
-    def dk_dv(state: State, k: Tensor, v: Tensor, factors: KeyFactors, span: Span):
+    def dk_dv(state: State, k: Tensor, v: Tensor, factors: KeyFactors, span: Span) -> None:
         _, v, weight = _state_tokens(k, v, factors)
         dk, dv = _read_gradient(state, k, v, weight, score_after, workspace, returns_y=True)
         grads.add_k(span, dk)
@@ -435,7 +443,7 @@ def _add_k_v(
             rows, decay, carry = chunks.factors(span)
             k, v, factors = chunks.k_v(keys, decay)
 
-            def use(after: State, tokens=(k, v, factors), keys=keys):
+            def use(after: State, tokens: tuple[Tensor, Tensor, KeyFactors] = (k, v, factors), keys: Span = keys) -> None:
                 dk_dv(after, *tokens, keys)
 
             _, state = chunks.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
@@ -459,9 +467,7 @@ def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> Stat
     return state
 
 
-def state_of_queries(
-    ops: Operands, plan: LinearPlan, g_e: Callable[[Span], tuple[Tensor, Tensor]], workspace: Workspace
-) -> State:
+def state_of_queries(ops: Operands, plan: LinearPlan, g_e: TermsOfSums, workspace: Workspace) -> State:
     """Returns the final state of `backward` of a causal call without `after`, without computing gradients."""
     chunks = _Chunks(ops, plan, workspace)
     state = chunks.empty_state()

@@ -6,7 +6,7 @@ cache of a CPU, or be large enough to fill a GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ class LinearPlan(NamedTuple):
     """Block sizes of the linear algorithm."""
 
     chunk: int  # tokens between two states
-    count: int  # chunks computed in parallel
+    count: Any  # int: chunks computed in parallel. Any, because tuples have a method of this name
     heads: int  # (batch, kv head) pairs computed together
 
 

@@ -7,6 +7,7 @@ Fastmax attention, softmax attention and exact windows visit the same tiles. The
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +39,8 @@ class _Tiling:
         begin = 0 if ops.left is None else max(0, first - ops.left)
         end = ops.m if ops.right is None else min(ops.m, last + ops.right + 1)
         if self.reads_values:
-            k_start, k_end = ops.decay.key_range(rows.start, rows.stop, ops.m)
+            decay: Any = ops.decay  # not None, as `reads_values` says
+            k_start, k_end = decay.key_range(rows.start, rows.stop, ops.m)
             cols = self.plan.cols  # bounds are rounded to whole tiles: the other tiles, and all sums, stay the same bit for bit
             begin, end = max(begin, k_start // cols * cols), min(end, -(-k_end // cols) * cols)
         if not ops.causal:
@@ -77,10 +79,10 @@ def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace
     tiling = _Tiling(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
 
-    def block(rows: Span, _):
+    def block(rows: Span, _: tuple[()]) -> tuple[tuple[Tensor, ...], tuple[()]]:
         q = ops.q_block(rows)
 
-        def tile(cols: Span, sums: tuple[Tensor, ...]):
+        def tile(cols: Span, sums: tuple[Tensor, ...]) -> tuple[None, tuple[Tensor, ...]]:
             k, v = ops.k_block(cols), ops.v_block(cols)
             return None, ops.tiles.forward(q, k, v, sums, ops.score, tiling.info(rows, cols), workspace)
 

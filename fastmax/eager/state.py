@@ -6,7 +6,7 @@ A state is a pair of tensors as in `fastmax.decoding.DecodeState`: kv_state (b, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,9 +76,9 @@ def forward_from_state(
     output = RecordedOutput(ops, finish_of(call))
     state = linear.unpack_state(kv_state.flatten(0, 1), k_sum.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, output, workspace, state)
-    state = _with_nan_of_decays(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
-    state = _with_nan_of_gates(call, state)
-    return *with_nan_rows(*output.join(q), call, in_place=not recorded), *state
+    sums = _with_nan_of_decays(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
+    sums = _with_nan_of_gates(call, sums)
+    return *with_nan_rows(*output.join(q), call, in_place=not recorded), *sums
 
 
 def backward_from_state(
@@ -107,7 +107,7 @@ def backward_from_state(
             given, grads_of_group = (tuple(x[group] for x in pair) for pair in (states.given, state_grads))
             _backward_of_group_(grads_of_group, given, ops, plan, row_terms_of(ops, rows, hk, group), sums, workspace)
             sums.write()
-            pairs = ()
+            pairs: tuple = ()
             if sums.decay is not None:
                 pairs = _pairs_of_state(given, grads_of_group), 0.0 if pairs_after is None else pairs_after[group]
             _write_per_head(tensors, group, sums.per_head(*pairs))
@@ -125,10 +125,12 @@ def _backward_of_group_(
 ) -> None:
     """Runs `linear.backward` for a head group; overwrites the gradients of the new state by those of the given state."""
     d, order = ops.q.shape[-1], ops.score.order
-    score = _divisors(ops.score, ops.dtype)
+    score = _divisors(ops.call, ops.dtype)
     factors = coefficients(d, score, state_grads[0])
     query_sums = (state_grads[0] / factors.unsqueeze(-1), state_grads[1] / factors)
-    before, after = (linear.unpack_state(*(x.flatten(0, 1) for x in state), d, order) for state in (given, query_sums))
+    before, after = (
+        linear.unpack_state(kv_state.flatten(0, 1), k_sum.flatten(0, 1), d, order) for kv_state, k_sum in (given, query_sums)
+    )
     after = linear.backward(ops, plan, terms, sums, workspace, before, after, score)
     for x, out in zip(linear.pack_state(after, d), state_grads, strict=True):
         out.copy_(x.view_as(out))
@@ -151,7 +153,7 @@ def state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call
     """Returns the gradients of the given kv_state and k_sum for a new state whose gradients are zero."""
     kv_state, k_sum = zero_state(k, v, call.score.order)
     workspace, d = Workspace(kv_state.dtype, k.device), k.shape[3]
-    factors = coefficients(d, _divisors(call.score, kv_state.dtype), kv_state)
+    factors = coefficients(d, _divisors(call, kv_state.dtype), kv_state)
     for group, plan, ops in _groups(q, k, v, call):
         state = linear.state_of_queries(ops, plan, _given_terms(ops, g, e, k.shape[1], group), workspace)
         _write_state((kv_state, k_sum), group, linear.pack_state(state, d))
@@ -187,8 +189,10 @@ def backward_of_queries(
     for group, plan, ops in _groups(q, k, v, call):
         sums = Gradients(ops, grads.of_group(group, hk))
         if pairs is not None:
-            sums.decay = QueryPairs(by_kv_head(pairs, hk)[group])
-        before = linear.unpack_state(*(x[group].flatten(0, 1) for x in state), q.shape[3], call.score.order)
+            of_queries: Any = QueryPairs(by_kv_head(pairs, hk)[group])  # this pass calls no other method of the gradient
+            sums.decay = of_queries
+        kv_state, k_sum = (x[group].flatten(0, 1) for x in state)
+        before = linear.unpack_state(kv_state, k_sum, q.shape[3], call.score.order)
         linear.backward_of_queries(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, before)
         sums.write()
     return grads.q, pairs
@@ -215,7 +219,7 @@ def backward_of_keys(
     grads = InputGradients.zeros(q[:, :, :0], k, v)
     tensors = _zero_gradients(call)
     workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
-    score = _divisors(call.score, state_grads[0].dtype)
+    score = _divisors(call, state_grads[0].dtype)
     factors = coefficients(q.shape[3], score, state_grads[0])
     query_sums = state_grads[0] / factors.unsqueeze(-1), state_grads[1] / factors
     for group, plan, ops in _groups(q, k, v, call):
@@ -223,7 +227,8 @@ def backward_of_keys(
         if sums.decay is not None:
             of_group = by_kv_head(pairs, hk)[group]
             sums.decay.add_queries(0, of_group.flatten(2).flatten(0, 1).unsqueeze(-1), of_group.shape[2])
-        after = linear.unpack_state(*(x[group].flatten(0, 1) for x in query_sums), q.shape[3], call.score.order)
+        kv_state, k_sum = (x[group].flatten(0, 1) for x in query_sums)
+        after = linear.unpack_state(kv_state, k_sum, q.shape[3], call.score.order)
         linear.backward_of_keys(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, after, score)
         sums.write()
         pairs_of_group = () if sums.decay is None else reversed(pairs_of_states[group].split(1, dim=-1))
@@ -295,6 +300,6 @@ def _write_state(out: tuple[Tensor, Tensor], group: Group, state: tuple[Tensor, 
         of_group.copy_(x.view_as(of_group))
 
 
-def _divisors(score: Score, dtype: torch.dtype) -> Score:
-    """Returns the score with nonzero coefficients, by which gradients of states can be divided."""
-    return score.without_zeros(torch.finfo(dtype).eps ** 2)
+def _divisors(call: Call, dtype: torch.dtype) -> Score:
+    """Returns the score of a call with nonzero coefficients, by which gradients of states can be divided."""
+    return call.score.without_zeros(torch.finfo(dtype).eps ** 2)

@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`; `registration.OPERATORS` lists them.
 
-Each file registers a family of operators: `fused`, `merge`, `states`, `steps`, `decays`, `kept`, `normalization`,
+Each file registers a family of operators: `sequences`, `merge`, `states`, `steps`, `decays`, `kept`, `normalization`,
 `normalized_attention`, `heads` and `row_softmax`. Schema, implementation, fake implementation and flop formula of an operator
 stand side by side. `registration` registers them, and `autograd` records calls.
 

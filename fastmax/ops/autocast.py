@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def autocast_to(x: object, dtype: torch.dtype) -> object:
 _NOTHING = nullcontext()
 
 
-def without_autocast(x: Tensor):
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Returns a context without autocast, which must not change the dtype of accumulations."""
     # Entering the context of autocast costs more than the check.
     return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else _NOTHING

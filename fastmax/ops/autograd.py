@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +18,17 @@ _NO_SECOND_DERIVATIVE = (
 )
 
 
-def refuse_second_derivative(ctx, *grads):
+def refuse_second_derivative(ctx: Context, *grads: Tensor | None) -> NoReturn:
     """Raises an error, as the backward of a gradient: there is no second derivative."""
     raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
 
 
-def refuse_derivative_of_state(ctx, *grads):
+def refuse_derivative_of_state(ctx: Context, *grads: Tensor | None) -> NoReturn:
     """Raises an error, as the backward of `state_of_keys` and `state_of_queries`."""
     raise RuntimeError("fastmax: state_of_keys and state_of_queries have no gradient; prefill, which ends in a state, has")
 
 
-def refuse_second_derivative_of_prefill(ctx, *grads):
+def refuse_second_derivative_of_prefill(ctx: Context, *grads: Tensor | None) -> NoReturn:
     """Raises an error, as the backward of `prefill_backward`."""
     raise RuntimeError(
         "fastmax: the gradient of prefill has no second derivative; fastmax.decoding.step, token by token, differentiates "
@@ -36,7 +36,7 @@ def refuse_second_derivative_of_prefill(ctx, *grads):
     )
 
 
-def refuse_second_derivative_of_normalization(ctx, *grads):
+def refuse_second_derivative_of_normalization(ctx: Context, *grads: Tensor | None) -> NoReturn:
     """Raises an error, as the backward of `normalize_tokens_backward`."""
     raise RuntimeError(
         'fastmax: the gradient of normalize="token" has no second derivative; use_custom_gradient=False, where it is '
@@ -44,16 +44,39 @@ def refuse_second_derivative_of_normalization(ctx, *grads):
     )
 
 
+class Context(Protocol):
+    """What autograd carries from a forward to its backward."""
+
+    options: tuple  # set by `WithGradient.save`: the arguments after the tensors
+    operator: WithGradient  # set by `_Recorded`
+
+    @property
+    def saved_tensors(self) -> tuple: ...
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 class WithGradient(Protocol):
     """An operator, its backward, and what autograd asks of both."""
 
-    forward: Operator
-    backward: Operator
+    @property
+    def forward(self) -> Operator: ...
 
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+    @property
+    def backward(self) -> Operator: ...
+
+    def save(self, ctx: Context, inputs: tuple, output: Any) -> None:
         """Saves what the backward reads, and the options that follow the tensors."""
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
+    # Each operator has its own number of gradients, which are positional: `**_` only tells type checkers so.
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads: Any, **_: Any) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the tensors. needed: whether that of each tensor is."""
 
 
@@ -69,13 +92,15 @@ class Differentiable(NamedTuple):
     backward: Operator
     backward_qkv: Operator
 
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+    def save(self, ctx: Context, inputs: tuple, output: tuple) -> None:
         last = 3 + len(self.signature.tensor_names)
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
         ctx.options = inputs[last:]
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_z) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, saved: tuple, options: tuple, needed: tuple, grad_o: Tensor | None, grad_z: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v and the call's tensors from the saved tensors; z is the second output."""
         names = self.signature.tensor_names
         if grad_o is None and grad_z is None:
@@ -100,7 +125,8 @@ class Prefill(NamedTuple):
     forward: Operator
     backward: Operator
 
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+    def save(self, ctx: Context, inputs: tuple, output: tuple) -> None:
+        state: Sequence[Tensor | None]
         last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, kv_state and k_sum
         (o, z, *state), ctx.options = output, inputs[last:]
         # Only the gradient of log_decay needs the new state.
@@ -109,7 +135,14 @@ class Prefill(NamedTuple):
         ctx.set_materialize_grads(False)
 
     def gradients(
-        self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_z, grad_kv_state, grad_k_sum
+        self,
+        saved: tuple,
+        options: tuple,
+        needed: tuple,
+        grad_o: Tensor | None,
+        grad_z: Tensor | None,
+        grad_kv_state: Tensor | None,
+        grad_k_sum: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v, the call's tensors, and the state."""
         if grad_o is None and grad_z is None and grad_kv_state is None and grad_k_sum is None:
@@ -131,13 +164,15 @@ class Normalization(NamedTuple):
     forward: Operator
     backward: Operator
 
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+    def save(self, ctx: Context, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*output)  # the results, which attention saves too, and the factors
         ctx.options = inputs[2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_q, grad_k, *_) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, saved: tuple, options: tuple, needed: tuple, grad_q: Tensor | None, grad_k: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         given = (grad_q, grad_k)
         if grad_q is None and grad_k is None:
             return given
@@ -158,12 +193,12 @@ class Recomputed(NamedTuple):
     tensors: int
     differentiable: int
 
-    def save(self, ctx, inputs: tuple, output: Tensor | tuple) -> None:
+    def save(self, ctx: Context, inputs: tuple, output: Tensor | tuple) -> None:
         ctx.save_for_backward(*inputs[: self.tensors])
         ctx.options = inputs[self.tensors :]
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * self.tensors
         results = self.backward(*grads, *saved, *options)
@@ -171,10 +206,10 @@ class Recomputed(NamedTuple):
         return *(None if x is None else grad for x, grad in given), *(None,) * (self.tensors - self.differentiable)
 
 
-def register_gradient(operator: WithGradient, refuse_second: Callable) -> None:
+def register_gradient(operator: WithGradient, refuse_second: Callable[..., NoReturn]) -> None:
     """Registers the gradient of an operator, and `refuse_second` as the backward of the gradient."""
 
-    def differentiate(ctx, *grads):
+    def differentiate(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients = operator.gradients(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, *grads)
         return *gradients, *(None,) * len(ctx.options)
 
@@ -182,7 +217,7 @@ def register_gradient(operator: WithGradient, refuse_second: Callable) -> None:
     refuse_derivatives(operator.backward, refuse_second)
 
 
-def refuse_derivatives(operator: Operator, refuse: Callable) -> None:
+def refuse_derivatives(operator: Operator, refuse: Callable[..., NoReturn]) -> None:
     """Registers `refuse`, which raises an error, as the gradient of an operator."""
     torch.library.register_autograd(operator.overload, refuse, lib=LIBRARY)
 
@@ -228,7 +263,7 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, operator, options, *tensors):
+    def forward(ctx: Context, operator: WithGradient, options: tuple, *tensors: Tensor | None) -> Any:
         inputs = (*tensors, *options)
         output = operator.forward(*inputs)
         operator.save(ctx, inputs, output)
@@ -236,7 +271,7 @@ class _Recorded(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read only once: each access makes a checkpoint recompute
         # With create_graph=True autograd records this, so that derivatives of these gradients raise an error.
         return None, None, *ctx.operator.gradients(saved, ctx.options, ctx.needs_input_grad[2:], *grads)

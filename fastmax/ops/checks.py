@@ -34,7 +34,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         _check_tensor(name, getattr(call, name), shape, tensor.dtype or compute_dtype(q.dtype), q)
     for name, tensor in ACCOMPANYING.items():
         if tensor.needs_causal and not call.causal and getattr(call, name) is not None:
-            raise ValueError(f"{name} needs causal = True")
+            raise ValueError(f"{name} needs causal=True, got causal={call.causal}")
     for name in ("left", "right"):
         if getattr(call, name) < -1:
             raise ValueError(f"{name} must be at least -1 (no bound), got {getattr(call, name)}")
@@ -144,7 +144,7 @@ def check_split_heads(
     else:
         for name, x in (("recent", recent), ("places", places)):
             if x is not None:
-                raise ValueError(f"{name} needs conv_weight")
+                raise ValueError(f"{name} needs conv_weight, got None with {name} of shape {tuple(x.shape)}")
     _check_weight("conv_weight", conv_weight, (channels, 1, width), qkv, "qkv")
     _check_weight("q_weight", q_weight, (head_dim,), qkv, "qkv")
     _check_weight("k_weight", k_weight, (head_dim,), qkv, "qkv")

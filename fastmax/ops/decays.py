@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastmax import eager
 from fastmax.ops import extension
+from fastmax.ops.autograd import Context
 from fastmax.ops.registration import LIBRARY, register
 
 
@@ -31,14 +34,14 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
     return _FiniteDecay.apply(log_decay, continues, wide)
 
 
-def _finite_decay(log_decay, continues, wide):
+def _finite_decay(log_decay: Tensor, continues: bool, wide: bool) -> tuple[Tensor, Tensor]:
     if log_decay.dim() != 3:
         raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
     finite, k_start = eager.finite_decay(log_decay, continues, torch.float64 if wide else torch.float32)
     return finite.contiguous(), k_start.contiguous()
 
 
-def _fake_finite_decay(log_decay, continues, wide):
+def _fake_finite_decay(log_decay: Tensor, continues: bool, wide: bool) -> tuple[Tensor, ...]:
     dtypes = (torch.float64 if wide else torch.float32, torch.int32)
     return tuple([log_decay.new_empty(log_decay.shape, dtype=dtype) for dtype in dtypes])
 
@@ -51,12 +54,12 @@ _FINITE = register(
 )
 
 
-def _save_finite_decay(ctx, inputs, output):
+def _save_finite_decay(ctx: Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_finite_decay(ctx, grad, _):
+def _differentiate_finite_decay(ctx: Context, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
     (log_decay,) = ctx.saved_tensors
     constant = (log_decay == -torch.inf) | (log_decay > 0.0)
     return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
@@ -69,7 +72,7 @@ class _FiniteDecay(torch.autograd.Function):
     """The same as `register_autograd` for `_FINITE`, at a lower cost per call."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Context, *inputs: Tensor | bool) -> tuple[Tensor, Tensor]:
         output = _FINITE(*inputs)
         _save_finite_decay(ctx, inputs, output)
         return output
@@ -92,11 +95,11 @@ _SUMS = register(
 )
 
 
-def _differentiate_sums(ctx, grad):
+def _differentiate_sums(ctx: Any, grad: Tensor) -> Tensor:
     return _SUMS(grad.flip(-1)).flip(-1).to(ctx.dtype)
 
 
-def _save_dtype(ctx, inputs, output):
+def _save_dtype(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 

@@ -17,7 +17,7 @@ For the quadratic algorithm in PyTorch operations, `fastmax.eager.exact` compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ class GlobalKeys(NamedTuple):
         dim = next(i for i, axis in enumerate(axes) if axis in ("n", "m"))
         count, from_end = (self.queries, not self.reversed) if axes[dim] == "n" else (self.keys, self.reversed)
         tokens = slice(x.shape[dim] - count, None) if from_end else slice(None, count)
-        part = x[(*[slice(None)] * dim, tokens)]
+        index = (*[slice(None)] * dim, tokens)
+        part = x[index]
         return part.flip(dim) if self.reversed else part
 
     def turned(self, x: Tensor) -> Tensor:
@@ -80,13 +81,14 @@ def local_call(call: Call) -> Call:
     """Returns the call for the local keys: softmax with a window."""
     window = call.exact_window
     right = -1 if call.causal else window - 1
-    not_of_local_keys = {name: None for name, x in ACCOMPANYING.items() if not x.of_local_keys}
+    not_of_local_keys: dict[str, Any] = {name: None for name, x in ACCOMPANYING.items() if not x.of_local_keys}
     return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right, **not_of_local_keys)
 
 
 def global_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[GlobalKeys]:
     """Yields the parts of the global keys: first the keys before the queries, then those behind them. Parts without queries are
     left out."""
+    tensors: dict[str, Any]
     n, m, window = q.shape[2], k.shape[2], call.exact_window
     before, behind = max(0, min(n, m - window)), 0 if call.causal else max(0, n - window)
     whole = {name: getattr(call, name) for name in _OF_GLOBAL_KEYS}
@@ -152,7 +154,7 @@ def backward(
             grads[name] = q.new_empty(0) if whole is None else torch.zeros_like(whole, memory_format=torch.contiguous_format)
     for part in global_keys(q, k, call):
 
-        def of_queries(x: Tensor, part=part) -> Tensor:
+        def of_queries(x: Tensor, part: GlobalKeys = part) -> Tensor:
             return part.turned(part.queries_of(x))
 
         z = denominators(of_queries(lse), part)

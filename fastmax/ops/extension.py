@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def problem(device: torch.device | None = None) -> str | None:
 
 
 @lru_cache
-def _symbol(name: str):
+def _symbol(name: str) -> Any:  # a function of the library
     return getattr(ctypes.CDLL(str(PATH)), name)
 
 

@@ -7,6 +7,9 @@ only arguments are saved.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -102,7 +105,14 @@ _SPLIT_ARGUMENTS = (
 )
 
 
-def _split_heads(qkv, recent, conv_weight, q_weight, k_weight, *rest):
+def _split_heads(
+    qkv: Tensor,
+    recent: Tensor | None,
+    conv_weight: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     operator_checks.check_split_heads(qkv, recent, conv_weight, q_weight, k_weight, *rest)
     with without_autocast(qkv):
         results = rows.split_heads(qkv, recent, conv_weight, q_weight, k_weight, *rest)
@@ -114,7 +124,20 @@ def _split_heads(qkv, recent, conv_weight, q_weight, k_weight, *rest):
         ])  # fmt: skip
 
 
-def _fake_split_heads(qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, *eps):
+def _fake_split_heads(
+    qkv: Tensor,
+    recent: Tensor | None,
+    conv_weight: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    places: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     b, n, channels = qkv.shape
     value_dim = rows.value_dim_of(channels, heads, kv_heads, head_dim)
     return (
@@ -124,7 +147,9 @@ def _fake_split_heads(qkv, recent, conv_weight, q_weight, k_weight, cos, sin, pl
     )
 
 
-def _split_heads_backward(grad_q_rows, grad_k_rows, grad_v_rows, *arguments):
+def _split_heads_backward(
+    grad_q_rows: Tensor | None, grad_k_rows: Tensor | None, grad_v_rows: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
     """Returns the gradients of the first five arguments; no elements for those that are None."""
     grads, qkv = (grad_q_rows, grad_k_rows, grad_v_rows), arguments[0]
     operator_checks.check_split_heads(*arguments)
@@ -133,16 +158,29 @@ def _split_heads_backward(grad_q_rows, grad_k_rows, grad_v_rows, *arguments):
         return _without_none(rows.split_heads_backward(grads, *arguments), qkv)
 
 
-def _without_none(gradients: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+def _without_none(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     return tuple([like.new_empty(0) if x is None else x for x in gradients])
 
 
-def _fake_split_heads_backward(grad_q_rows, grad_k_rows, grad_v_rows, qkv, *arguments):
+def _fake_split_heads_backward(
+    grad_q_rows: Tensor | None, grad_k_rows: Tensor | None, grad_v_rows: Tensor | None, qkv: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
     return _without_none([None if x is None else x.new_empty(x.shape) for x in (qkv, *arguments[:4])], qkv)
 
 
 def _covers_split_heads(
-    qkv, recent, conv_weight, q_weight, k_weight, cos, sin, places, heads, kv_heads, head_dim, *eps
+    qkv: Tensor,
+    recent: Tensor | None,
+    conv_weight: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    places: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *eps: float,
 ) -> bool:
     if qkv.dim() != 3 or not extension.kernels_run_on(qkv) or kv_heads < 1:
         return False
@@ -151,7 +189,9 @@ def _covers_split_heads(
     return _split_fits(qkv, head_dim, rows.value_dim_of(qkv.shape[2], heads, kv_heads, head_dim))
 
 
-def _covers_split_heads_backward(grad_q_rows, grad_k_rows, grad_v_rows, *arguments) -> bool:
+def _covers_split_heads_backward(
+    grad_q_rows: Tensor | None, grad_k_rows: Tensor | None, grad_v_rows: Tensor | None, *arguments: Any
+) -> bool:
     return _covers_split_heads(*arguments)
 
 
@@ -178,7 +218,7 @@ register_gradient(_SPLIT, refuse_second_derivative)
 # ---- join_heads
 
 
-def _join_heads(o, norm_weight, gate, eps):
+def _join_heads(o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
     operator_checks.check_join_heads(o, norm_weight, gate, eps)
     with without_autocast(o):
         y = rows.join_heads(o, norm_weight, gate, eps)
@@ -186,11 +226,13 @@ def _join_heads(o, norm_weight, gate, eps):
         return y.clone(memory_format=torch.contiguous_format) if is_view else y.contiguous()
 
 
-def _fake_join_heads(o, norm_weight, gate, eps):
+def _fake_join_heads(o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
     return o.new_empty(o.shape[0], o.shape[2], o.shape[1] * o.shape[3])
 
 
-def _join_heads_backward(grad_y, o, norm_weight, gate, eps):
+def _join_heads_backward(
+    grad_y: Tensor, o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     """Returns the gradients of o, norm_weight and gate; no elements for those that are None."""
     operator_checks.check_join_heads(o, norm_weight, gate, eps)
     operator_checks.check_gradient_of_joined(grad_y, o)
@@ -198,12 +240,14 @@ def _join_heads_backward(grad_y, o, norm_weight, gate, eps):
         return _without_none(rows.join_heads_backward(grad_y, o, norm_weight, gate, eps), o)
 
 
-def _fake_join_heads_backward(grad_y, o, norm_weight, gate, eps):
+def _fake_join_heads_backward(
+    grad_y: Tensor, o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     of_others = [None if x is None else x.new_empty(x.shape) for x in (norm_weight, gate)]
     return eager.empty_like_layout(o, o.shape[-1]), *_without_none(of_others, o)
 
 
-def _covers_join_heads(o, norm_weight, gate, eps) -> bool:
+def _covers_join_heads(o: Tensor, norm_weight: Tensor | None, gate: Tensor | None, eps: float) -> bool:
     return o.dim() == 4 and extension.kernels_run_on(o) and _join_fits(o)
 
 
@@ -232,18 +276,18 @@ register_gradient(_JOIN, refuse_second_derivative)
 _MAX_ANGLES = extension.MAX_HEAD_DIM // 2
 
 
-def _rotary_factors(positions, half, base, wide):
+def _rotary_factors(positions: Tensor, half: int, base: float, wide: bool) -> tuple[Tensor, Tensor]:
     operator_checks.check_rotary_factors(positions, half, base)
     return rows.rotary_factors(positions, half, base, torch.float64 if wide else torch.float32)
 
 
-def _fake_rotary_factors(positions, half, base, wide):
+def _fake_rotary_factors(positions: Tensor, half: int, base: float, wide: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if wide else torch.float32
     cos, sin = (positions.new_empty((*positions.shape, 1, 2 * half), dtype=dtype) for _ in range(2))
     return cos, sin
 
 
-def _covers_rotary_factors(positions, half, base, wide) -> bool:
+def _covers_rotary_factors(positions: Tensor, half: int, base: float, wide: bool) -> bool:
     is_index = positions.dim() in (1, 2) and positions.dtype in (torch.int32, torch.int64)
     return is_index and not wide and half <= _MAX_ANGLES and extension.device_has_kernels(positions)
 

@@ -6,7 +6,7 @@ step of a state, in place.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from fastmax import eager
 from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.autograd import compute, refuse_second_derivative, register_gradient
+from fastmax.ops.autograd import Context, compute, refuse_second_derivative, register_gradient
 from fastmax.ops.registration import Operator, refuse_gradient, register
 from fastmax.ops.steps import in_place, refuse_to_record
 
@@ -28,7 +28,7 @@ def largest_so_far(rank: Tensor, index: Tensor, earlier: Tensor, count: int) -> 
     return _LARGEST(rank, index, earlier, count)
 
 
-def _covers_choice(key_rank, key_index, earlier, count) -> bool:
+def _covers_choice(key_rank: Tensor, key_index: Tensor, earlier: Tensor, count: int) -> bool:
     if not extension.device_has_kernels(key_rank) or key_rank.dtype != torch.float64:
         return False
     return 0 < count <= _MAX_KEPT and 0 < key_rank.shape[3] <= _MAX_CANDIDATES
@@ -64,12 +64,16 @@ def gather_kept(
     return *rows, gate, *((log_decay, least) if decays else (None, None)), has_key
 
 
-def _gather_kept(k, v, log_factor, kept, recent_keys, block, decays):
+def _gather_kept(
+    k: Tensor, v: Tensor, log_factor: Tensor, kept: Tensor, recent_keys: Tensor, block: int, decays: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with without_autocast(k):
         return eager.gather_kept(k, v, log_factor, kept, recent_keys, block, decays)
 
 
-def _fake_gather_kept(k, v, log_factor, kept, recent_keys, block, decays):
+def _fake_gather_kept(
+    k: Tensor, v: Tensor, log_factor: Tensor, kept: Tensor, recent_keys: Tensor, block: int, decays: bool
+) -> tuple[Tensor, ...]:
     of_places, dtype = _shape_of_places(kept, block), eager.compute_dtype(k.dtype)
     decay, least = (of_places, (*of_places[:2], block)) if decays else ((0,), (0,))
     return (
@@ -85,22 +89,30 @@ def _shape_of_places(kept: Tensor, block: int) -> tuple[int, int, int]:
     return b * blocks, hk, count + block
 
 
-def _gather_kept_backward(kept, recent_keys, log_factor, grad_keys, grad_values, grad_key_gate):
+def _gather_kept_backward(
+    kept: Tensor, recent_keys: Tensor, log_factor: Tensor, grad_keys: Tensor, grad_values: Tensor, grad_key_gate: Tensor
+) -> tuple[Tensor, ...]:
     with without_autocast(grad_keys):
         grads = eager.gather_kept_backward(kept, recent_keys, grad_keys, grad_values, grad_key_gate, log_factor.shape[2])
         return tuple([x.contiguous() for x in grads])
 
 
-def _fake_gather_kept_backward(kept, recent_keys, log_factor, grad_keys, grad_values, grad_key_gate):
+def _fake_gather_kept_backward(
+    kept: Tensor, recent_keys: Tensor, log_factor: Tensor, grad_keys: Tensor, grad_values: Tensor, grad_key_gate: Tensor
+) -> tuple[Tensor, ...]:
     of_rows = (x.new_empty((*log_factor.shape, x.shape[3])) for x in (grad_keys, grad_values))
     return *of_rows, log_factor.new_empty(log_factor.shape)
 
 
-def _covers_gather(k, v, log_factor, kept, recent_keys, block, decays) -> bool:
+def _covers_gather(
+    k: Tensor, v: Tensor, log_factor: Tensor, kept: Tensor, recent_keys: Tensor, block: int, decays: bool
+) -> bool:
     return 0 < block <= _MAX_KEPT and 0 < kept.shape[3] <= _MAX_KEPT
 
 
-def _covers_gather_backward(kept, recent_keys, log_factor, grad_keys, grad_values, grad_key_gate) -> bool:
+def _covers_gather_backward(
+    kept: Tensor, recent_keys: Tensor, log_factor: Tensor, grad_keys: Tensor, grad_values: Tensor, grad_key_gate: Tensor
+) -> bool:
     return 0 < grad_keys.shape[2] - kept.shape[3] <= _MAX_KEPT and 0 < kept.shape[3] <= _MAX_KEPT
 
 
@@ -110,13 +122,13 @@ class _Gather(NamedTuple):
     forward: Operator
     backward: Operator
 
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+    def save(self, ctx: Context, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*inputs[:5])
         ctx.options = inputs[5:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[3:])
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         k, v, log_factor, kept, recent_keys = saved
         if all(grad is None for grad in grads):
             return (None,) * 5
@@ -174,18 +186,53 @@ def kept_step_(
     return in_place(_KEPT_STEP_, (*token, *other, *slots, positions, count), slots, (kept, window, block, scale))
 
 
-def _kept_step_(q, k, v, gate, log_decay, other, other_lse, *arguments):
+def _kept_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    log_decay: Tensor | None,
+    other: Tensor,
+    other_lse: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_factors: Tensor,
+    key_positions: Tensor,
+    positions: Tensor,
+    count: Tensor | None,
+    kept: int,
+    window: int,
+    block: int,
+    scale: float,
+) -> Tensor:
+    slots = keys, values, log_factors, key_positions
     with without_autocast(q):
-        o, lse, _ = eager.kept_step(q, k, v, gate, log_decay, *arguments, in_place=True)
+        o, lse, _ = eager.kept_step(
+            q, k, v, gate, log_decay, *slots, positions, count, kept, window, block, scale, in_place=True
+        )
         return eager.merged((o, other), (lse, other_lse))[0].contiguous()
 
 
-def _fake_kept_step_(q, k, v, *arguments):
+def _fake_kept_step_(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def _covers_step(
-    q, k, v, gate, log_decay, other, other_lse, keys, values, log_factors, key_positions, positions, count, kept, *limits
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    log_decay: Tensor | None,
+    other: Tensor,
+    other_lse: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_factors: Tensor,
+    key_positions: Tensor,
+    positions: Tensor,
+    count: Tensor | None,
+    kept: int,
+    *limits: float,
 ) -> bool:
     slots = keys, values, log_factors, key_positions
     fits = 0 < kept <= _MAX_KEPT and keys.shape[2] <= _MAX_SLOTS and all(x.is_contiguous() for x in slots)
@@ -193,7 +240,19 @@ def _covers_step(
     return fits and narrow and other.dtype == q.dtype
 
 
-def _kept_step_flops(q, k, v, gate, log_decay, other, other_lse, keys, values, *arguments, out_val=None) -> int:
+def _kept_step_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    log_decay: Tensor | None,
+    other: Tensor,
+    other_lse: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *arguments: Any,
+    out_val: object = None,
+) -> int:
     return 2 * q.shape[0] * q.shape[1] * keys.shape[2] * (keys.shape[3] + values.shape[3])
 
 

@@ -49,18 +49,20 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     return compute(_MERGE_PARTS, (outputs[0], lses[0], outputs[1], lses[1]), ())
 
 
-def _merge_parts(first, first_lse, second, second_lse):
+def _merge_parts(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
     operator_checks.check_parts(first, first_lse, second, second_lse)
     with without_autocast(first):
         o, lse = eager.merged((first, second), (first_lse, second_lse))
         return eager.in_layout_of(first, o), lse.contiguous()
 
 
-def _fake_merge_parts(first, first_lse, second, second_lse):
+def _fake_merge_parts(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
     return eager.empty_like_layout(first, first.shape[3]), first_lse.new_empty(first_lse.shape)
 
 
-def _merge_parts_backward(grad_o, grad_lse, first, first_lse, second, second_lse):
+def _merge_parts_backward(
+    grad_o: Tensor | None, grad_lse: Tensor | None, first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operator_checks.check_parts(first, first_lse, second, second_lse)
     with without_autocast(first):
         outputs, lses = eager.merged_backward(grad_o, grad_lse, (first, second), (first_lse, second_lse))
@@ -68,7 +70,9 @@ def _merge_parts_backward(grad_o, grad_lse, first, first_lse, second, second_lse
         return of_first, lses[0].contiguous(), of_second, lses[1].contiguous()
 
 
-def _fake_merge_parts_backward(grad_o, grad_lse, *parts):
+def _fake_merge_parts_backward(
+    grad_o: Tensor | None, grad_lse: Tensor | None, *parts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_first, of_first_lse = _fake_merge_parts(*parts)
     return of_first, of_first_lse, *_fake_merge_parts(*parts[2:], *parts[:2])
 
@@ -76,7 +80,7 @@ def _fake_merge_parts_backward(grad_o, grad_lse, *parts):
 class _MergeParts(Recomputed):
     """`merge_parts` and its gradient, which has derivatives of any order."""
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, needed: tuple, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         is_differentiated = torch.is_grad_enabled() or eager.is_transformed()
         if not is_differentiated or all(grad is None for grad in grads):
             return super().gradients(saved, options, needed, *grads)
@@ -101,17 +105,17 @@ _MERGE_PARTS = _MergeParts(
 register_gradient(_MERGE_PARTS, refuse_second_derivative)
 
 
-def _merge_(o, lse, o_global, z_global):
+def _merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:
     operator_checks.check_merge(o, lse, o_global, z_global)
     with without_autocast(o):
         eager.merge_(o, lse, o_global, z_global)
 
 
-def _fake_merge_(o, lse, o_global, z_global):
+def _fake_merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor) -> None:
     pass
 
 
-def _has_dense_rows(o, *arguments) -> bool:
+def _has_dense_rows(o: Tensor, *arguments: Tensor) -> bool:
     return o.stride(3) == 1 or o.shape[3] == 1
 
 

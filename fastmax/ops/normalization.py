@@ -22,13 +22,15 @@ def normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _normalize_tokens(q, k, lim):
+def _normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operator_checks.check_normalization(q, k, lim)
     with without_autocast(q):
         return eager.normalize_tokens(q, k, lim)
 
 
-def _normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+def _normalize_tokens_backward(
+    grad_q: Tensor | None, grad_k: Tensor | None, q: Tensor, k: Tensor, q_factor: Tensor, k_factor: Tensor, lim: float
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of q and k, given the results of the forward; no elements where grad_q or grad_k is None."""
     operator_checks.check_normalization(q, k, lim)
     operator_checks.check_normalized("q", q, grad_q, q_factor)
@@ -37,11 +39,13 @@ def _normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
         return eager.normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim)
 
 
-def _fake_normalize_tokens(q, k, lim):
+def _fake_normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, ...]:
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k)), *map(eager.empty_factors, (q, k))
 
 
-def _fake_normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+def _fake_normalize_tokens_backward(
+    grad_q: Tensor | None, grad_k: Tensor | None, q: Tensor, k: Tensor, q_factor: Tensor, k_factor: Tensor, lim: float
+) -> tuple[Tensor, ...]:
     given = ((grad_q, q), (grad_k, k))
     return tuple([x.new_empty(0) if grad is None else eager.empty_like_layout(x, x.shape[-1]) for grad, x in given])
 
@@ -55,7 +59,9 @@ def covers_normalization(q: Tensor, k: Tensor, lim: float) -> bool:
     return max(q.numel(), k.numel()) <= _MAX_ROWS * q.shape[3] and 1 / _MAX_LIM <= lim <= _MAX_LIM
 
 
-def _covers_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim) -> bool:
+def _covers_backward(
+    grad_q: Tensor | None, grad_k: Tensor | None, q: Tensor, k: Tensor, q_factor: Tensor, k_factor: Tensor, lim: float
+) -> bool:
     return covers_normalization(q, k, lim)
 
 

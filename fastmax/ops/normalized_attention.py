@@ -6,7 +6,7 @@ The kernels read q and k as they are. They neither write nor read shortened copi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fastmax.core.score import Score
 from fastmax.ops import checks as operator_checks
 from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.autograd import compute, refuse_second_derivative, register_gradient
+from fastmax.ops.autograd import Context, compute, refuse_second_derivative, register_gradient
 from fastmax.ops.flops import count_attention
 from fastmax.ops.normalization import covers_normalization
 from fastmax.ops.registration import Operator, register
@@ -46,19 +46,30 @@ def _call(scale: float, a0: float, a1: float) -> Call:
     return Call(Score(scale, a0, a1, 0.0, 1), causal=True, algorithm="linear")
 
 
-def _check(q, k, v, lim, *score) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, lim: float, *score: float) -> None:
     operator_checks.check_call(q, k, v, _call(*score))
     operator_checks.check_normalization(q, k, lim)
 
 
-def _normalized_forward(q, k, v, lim, *score):
+def _normalized_forward(q: Tensor, k: Tensor, v: Tensor, lim: float, *score: float) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, lim, *score)
     with without_autocast(q):
         q, k, _, k_factor = eager.normalize_tokens(q, k, lim)
         return *eager.forward(q, k, v, _call(*score), differentiable=False), k_factor.contiguous()
 
 
-def _normalized_backward(grad_o, grad_z, q, k, v, o, z, k_factor, lim, *score):
+def _normalized_backward(
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    k_factor: Tensor,
+    lim: float,
+    *score: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, lim, *score)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
     operator_checks.check_normalized("k", k, None, k_factor)
@@ -68,28 +79,51 @@ def _normalized_backward(grad_o, grad_z, q, k, v, o, z, k_factor, lim, *score):
         return *eager.normalize_tokens_backward(grads.q, grads.k, q, k, q_factor, k_factor, lim), grads.v
 
 
-def _fake_forward(q, k, v, *options):
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: float) -> tuple[Tensor, ...]:
     numbers = (x.new_empty(x.shape[:3], dtype=eager.compute_dtype(x.dtype)) for x in (q, k))
     return eager.empty_like_layout(q, v.shape[-1]), *numbers
 
 
-def _fake_backward(grad_o, grad_z, q, k, v, *others):
+def _fake_backward(grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return tuple([eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)])
 
 
-def _forward_flops(q, k, v, lim, *score, out_val=None) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, lim: float, *score: float, out_val: object = None) -> int:
     return count_attention(q, k, v, _call(*score), backward=False)
 
 
-def _backward_flops(grad_o, grad_z, q, k, v, o, z, k_factor, lim, *score, out_val=None) -> int:
+def _backward_flops(
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    k_factor: Tensor,
+    lim: float,
+    *score: float,
+    out_val: object = None,
+) -> int:
     return count_attention(q, k, v, _call(*score), backward=True)
 
 
-def _covers(q, k, v, lim, *score) -> bool:
+def _covers(q: Tensor, k: Tensor, v: Tensor, lim: float, *score: float) -> bool:
     return covers_normalization(q, k, lim) and extension.shortens_rows(q, k, v) > 0
 
 
-def _covers_backward(grad_o, grad_z, q, k, v, o, z, k_factor, lim, *score) -> bool:
+def _covers_backward(
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    k_factor: Tensor,
+    lim: float,
+    *score: float,
+) -> bool:
     return _covers(q, k, v, lim)
 
 
@@ -99,13 +133,15 @@ class NormalizedAttention(NamedTuple):
     forward: Operator
     backward: Operator
 
-    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+    def save(self, ctx: Context, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*inputs[:3], *output)
         ctx.options = inputs[3:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
 
-    def gradients(self, saved: tuple, options: tuple, needed: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, saved: tuple, options: tuple, needed: tuple, grad_o: Tensor | None, grad_z: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad_o is None and grad_z is None:
             return None, None, None
         grad_o = saved[3].new_zeros(saved[3].shape) if grad_o is None else grad_o

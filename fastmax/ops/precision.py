@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -18,4 +20,4 @@ def _tf32_is_set() -> bool:
 
 # The effect of `torch.compiler.assume_constant_result` without importing the compiler, which takes seconds. Compiled code has a
 # guard on the setting anyway.
-_tf32_is_set._dynamo_marked_constant = True
+cast(Any, _tf32_is_set)._dynamo_marked_constant = True

@@ -75,7 +75,7 @@ class Kernel:
                 return False
         return self._covers is None or self._covers(*arguments)
 
-    def __call__(self, arguments: tuple):
+    def __call__(self, arguments: tuple) -> Any:
         """Returns the results of a call that the kernel covers. Gradients of tensors that it does not read are None.
 
         Raises:
@@ -94,7 +94,7 @@ class Kernel:
             results.insert(i, None)
         return tuple(results)
 
-    def _fake_results(self, *read):
+    def _fake_results(self, *read: Any) -> Any:
         """Returns results without values of the kernel, given the tensors that it reads and the options."""
         arguments = list(read)
         for i in self._unread:
@@ -117,7 +117,7 @@ class Operator:
         self.implementation = implementation
         self.kernel = kernel
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Any) -> Any:
         """Computes a call. It is dispatched only if autograd, a compiler or anything else has to see the operator.
 
         A gradient of a tensor that the call does not have is None or a tensor without elements.
@@ -129,26 +129,29 @@ class Operator:
             return kernel(arguments)
         return self.implementation(*arguments)
 
-    def run(self, *arguments):
+    def run(self, *arguments: Any) -> Any:
         """Computes a dispatched call. It is what the overload does on every device."""
         if self.kernel is None or not self.kernel.covers(arguments):
             return self.implementation(*arguments)
         return _without_none(self.kernel(arguments))
 
-    def trace(self, mode: ProxyTorchDispatchMode, overload: torch._ops.OpOverload, types: tuple, arguments: tuple, kwargs: Any):
+    def trace(
+        self, mode: ProxyTorchDispatchMode, overload: torch._ops.OpOverload, types: tuple, arguments: tuple, kwargs: Any
+    ) -> Any:
         """Records a call in a graph.
 
         In a graph of `torch.compile` it is a call of the kernel if that covers the call: devices, dtypes and sizes of fake
         tensors tell. Exported programs, which may run on other devices, keep the operator.
         """
         compiles = TracingContext.try_get() is not None and not mode.pre_dispatch and not torch.compiler.is_exporting()
-        if not compiles or not self.kernel.covers(arguments):
+        kernel: Any = self.kernel  # `register` registers this method for operators with a kernel alone
+        if not compiles or not kernel.covers(arguments):
             return mode.__torch_dispatch__(overload, types, arguments, kwargs)
         with mode:
-            return _without_none(self.kernel(arguments))
+            return _without_none(kernel(arguments))
 
 
-def _without_none(results):
+def _without_none(results: Any) -> Any:
     """Returns the results of a kernel as those of its operator, which have no elements in place of None."""
     if isinstance(results, tuple):
         return tuple([results[0].new_empty(0) if x is None else x for x in results])

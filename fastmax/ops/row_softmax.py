@@ -8,6 +8,7 @@ from torch import Tensor
 from fastmax.eager import row_softmax as rows
 from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
+from fastmax.ops.autograd import Context
 from fastmax.ops.registration import LIBRARY, register
 
 
@@ -22,12 +23,12 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
 _MAX_WIDTH = 2**30
 
 
-def _softmax(x, algorithm):
+def _softmax(x: Tensor, algorithm: str) -> Tensor:
     with without_autocast(x):
         return rows.forward(x, algorithm)
 
 
-def _fake_softmax(x, algorithm):
+def _fake_softmax(x: Tensor, algorithm: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -39,11 +40,11 @@ _OPERATOR = register(
 )
 
 
-def _save_softmax(ctx, inputs, output):
+def _save_softmax(ctx: Context, inputs: tuple[Tensor, str], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _differentiate_softmax(ctx, grad_y):
+def _differentiate_softmax(ctx: Context, grad_y: Tensor) -> tuple[Tensor, None]:
     (y,) = ctx.saved_tensors
     return rows.backward(grad_y, y), None
 

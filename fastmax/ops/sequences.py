@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +59,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, call: Call, signature: Signature) ->
         operator_checks.check_exact_window(q, k, call)
 
 
-def _forward(signature, q, k, v, *arguments):
+def _forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call = signature.call(arguments)
     _check(q, k, v, call, signature)
     with without_autocast(q):
         return eager.forward(q, k, v, call, differentiable=False)
 
 
-def _backward(signature, statistic, grad_o, grad_z, q, k, v, o, z, *arguments):
+def _backward(
+    signature: Signature,
+    statistic: str,
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     """Returns the gradients of q, k, v and of the call's differentiable tensors; no elements for absent tensors."""
     call = signature.call(arguments)
     _check(q, k, v, call, signature)
@@ -75,11 +87,21 @@ def _backward(signature, statistic, grad_o, grad_z, q, k, v, o, z, *arguments):
     return *grads, *(q.new_empty(0) if x is None else x for x in (of_tensors[name] for name in signature.differentiable))
 
 
-def _fake_forward(q, k, v, *arguments):
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
 
-def _fake_gradients(signature, grad_o, grad_z, q, k, v, o, z, *arguments):
+def _fake_gradients(
+    signature: Signature,
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     """Returns uninitialised gradients, as `_backward` returns them."""
     call = signature.call(arguments)
     of_tensors = (getattr(call, name) for name in signature.differentiable)
@@ -93,10 +115,10 @@ def _register(
     prefix: str,
     signature: Signature,
     statistic: str,
-    forward: Callable = _forward,
-    backward: Callable = _backward,
+    forward: Callable[..., tuple[Tensor, Tensor]] = _forward,
+    backward: Callable[..., tuple[Tensor, ...]] = _backward,
     flops: Callable[..., int] = count_attention,
-    **kernel,
+    **kernel: Any,
 ) -> Differentiable:
     """Registers a forward, its backward, and a backward of q, k and v alone.
 
@@ -107,10 +129,20 @@ def _register(
         kernel: `kernel_of` and `covers` of `register`.
     """
 
-    def forward_flops(q, k, v, *arguments, out_val=None) -> int:
+    def forward_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: object = None) -> int:
         return flops(q, k, v, signature.call(arguments), backward=False)
 
-    def backward_flops(grad_o, grad_z, q, k, v, o, z, *arguments, out_val=None) -> int:
+    def backward_flops(
+        grad_o: Tensor,
+        grad_z: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        z: Tensor,
+        *arguments: Any,
+        out_val: object = None,
+    ) -> int:
         return flops(q, k, v, signature.call(arguments), backward=True)
 
     def register_backward(name: str, results: str, count: int) -> Operator:
@@ -157,11 +189,11 @@ def _takes_one_pass(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     return not q.is_cuda and eager.algorithm_of(q, k, v, call._replace(exact_window=0)) == "quadratic"
 
 
-def _exact_window_forward(signature, q, k, v, *arguments):
+def _exact_window_forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call = signature.call(arguments)
     _check(q, k, v, call, signature)
 
-    def attend(q, k, v, call):
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if call.lag > 0:  # no kernel computes such a part alone
             return eager.forward(q, k, v, call, differentiable=False)
         operator = _part(call)
@@ -174,14 +206,27 @@ def _exact_window_forward(signature, q, k, v, *arguments):
         return exact_window.forward(q, k, v, call, attend, merge_)
 
 
-def _exact_window_backward(signature, statistic, grad_o, grad_lse, q, k, v, o, lse, *arguments):
+def _exact_window_backward(
+    signature: Signature,
+    statistic: str,
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     call = signature.call(arguments)
     _check(q, k, v, call, signature)
     if _takes_one_pass(q, k, v, call):
         return _backward(signature, statistic, grad_o, grad_lse, q, k, v, o, lse, *arguments)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
 
-    def differentiate(grad_o, grad_z, q, k, v, o, z, call):
+    def differentiate(
+        grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+    ) -> dict[str, Tensor]:
         if call.lag > 0:
             grads, of_tensors = eager.backward(grad_o, grad_z, q, k, v, o, z, call)
             return grads._asdict() | of_tensors
@@ -203,7 +248,7 @@ def _exact_window_flops(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: b
     return total
 
 
-def _is_causal(*arguments) -> bool:
+def _is_causal(*arguments: Any) -> bool:
     *_, causal, _algorithm, _window, _allow_tf32 = arguments
     return causal
 

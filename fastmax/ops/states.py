@@ -6,7 +6,8 @@ prefill_backward  gradients_of_sums, state_of_queries, prefill_backward_of_queri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,6 +186,7 @@ def _check_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor
 
 def _prefill_from(q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
     _check_prefill(q, k, v, call, kv_state, k_sum)
+    state: Iterable[Tensor]
     with without_autocast(q):
         o, z, *state = eager.forward_from_state(q, k, v, call, kv_state, k_sum)
     if q.numel() == 0:  # operators must not return their arguments
@@ -192,12 +194,12 @@ def _prefill_from(q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor,
     return o, z, *state
 
 
-def _prefill(q, k, v, *arguments):
+def _prefill(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     call, (kv_state, k_sum), _ = _parse(arguments, 2)
     return _prefill_from(q, k, v, call, kv_state, k_sum)
 
 
-def _fake_prefill(q, k, v, *arguments):
+def _fake_prefill(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     _, (kv_state, k_sum), _ = _parse(arguments, 2)
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
     return eager.empty_like_layout(q, v.shape[-1]), kv_state.new_empty(q.shape[:3]), *state
@@ -210,12 +212,25 @@ def _products(q: Tensor, v: Tensor, call: Call, passes: int, of_pair: int) -> in
     return states + 2 * b * h * of_pair * pairs_within_chunks(n)
 
 
-def _prefill_flops(q, k, v, *arguments, out_val=None) -> int:
+def _prefill_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: object = None) -> int:
     """Counts a product with a state for every key, which is added to it, and for every query, which reads it."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], q.shape[3] + v.shape[3])
 
 
-def _prefill_backward(grad_o, grad_z, grad_new_kv_state, grad_new_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments):
+def _prefill_backward(
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    grad_new_kv_state: Tensor | None,
+    grad_new_k_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    new_kv_state: Tensor | None,
+    new_k_sum: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     """Returns gradients of q, k, v, of the call's differentiable tensors (no elements for absent ones), kv_state and k_sum."""
     call, (kv_state, k_sum), _ = _parse(arguments, 2)
     _check_prefill(q, k, v, call, kv_state, k_sum)
@@ -241,15 +256,38 @@ def _fake_gradients(call: Call, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _fake_prefill_backward(
-    grad_o, grad_z, grad_new_kv_state, grad_new_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments
-):
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    grad_new_kv_state: Tensor | None,
+    grad_new_k_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    new_kv_state: Tensor | None,
+    new_k_sum: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     call, (kv_state, k_sum), _ = _parse(arguments, 2)
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), *_fake_gradients(call, q), *state
 
 
 def _prefill_backward_flops(
-    grad_o, grad_z, grad_kv_state, grad_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments, out_val=None
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    grad_kv_state: Tensor | None,
+    grad_k_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    new_kv_state: Tensor | None,
+    new_k_sum: Tensor | None,
+    *arguments: Any,
+    out_val: object = None,
 ) -> int:
     """Counts two products with states for every query and three for every key."""
     passes = 2 * q.shape[1] + 3 * k.shape[1]
@@ -282,12 +320,20 @@ register_gradient(_PREFILL, refuse_second_derivative_of_prefill)
 # ---- prefill in pieces
 
 
-def _nothing_saved(k):
+def _nothing_saved(k: Tensor) -> Tensor:
     """Returns 0 bytes: PyTorch operations save no intermediate states."""
     return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
-def _given_state(kv_state_name, k_sum_name, kv_state, k_sum, k, v, p):
+def _given_state(
+    kv_state_name: str,
+    k_sum_name: str,
+    kv_state: Tensor | None,
+    k_sum: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    p: int,
+) -> tuple[Tensor, Tensor]:
     """Returns the given state, or zeros."""
     operator_checks.check_together(kv_state_name, k_sum_name, kv_state, k_sum)
     return eager.zero_state(k, v, p) if kv_state is None else (kv_state, k_sum)
@@ -300,19 +346,19 @@ def _fake_state_of_tokens(k: Tensor, v: Tensor, call: Call, keep: bool) -> tuple
     return kv_state, kv_state.new_empty(kv_state.shape[:3]), k.new_empty(*k.shape[:2], saved, dtype=torch.uint8)
 
 
-def _state_of_keys(k, v, *arguments):
+def _state_of_keys(k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, _, _ = _parse(arguments, 0)
     operator_checks.check_call(k, k, v, call)
     with without_autocast(k):
         return *eager.state_of_keys(k, v, call), _nothing_saved(k)
 
 
-def _fake_state_of_keys(k, v, *arguments):
+def _fake_state_of_keys(k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, _, (keep,) = _parse(arguments, 0)
     return _fake_state_of_tokens(k, v, call, keep)
 
 
-def _state_of_keys_flops(k, v, *arguments, out_val=None) -> int:
+def _state_of_keys_flops(k: Tensor, v: Tensor, *arguments: Any, out_val: object = None) -> int:
     """Counts a product with a state for every key."""
     return _products(k, v, _parse(arguments, 0)[0], k.shape[1], 0)
 
@@ -327,18 +373,18 @@ _STATE_OF_KEYS = register(
 )
 
 
-def _prefill_saved_(q, k, v, *arguments):
+def _prefill_saved_(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     call, (kv_state, k_sum, saved), _ = _parse(arguments, 3)
     operator_checks.check_saved(k, saved)
     kv_state, k_sum = _given_state("kv_state", "k_sum", kv_state, k_sum, k, v, call.score.order)
     return _prefill_from(q, k, v, call, kv_state, k_sum)[:2]
 
 
-def _fake_prefill_saved_(q, k, v, *arguments):
+def _fake_prefill_saved_(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
 
-def _prefill_saved_flops(q, k, v, *arguments, out_val=None) -> int:
+def _prefill_saved_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: object = None) -> int:
     """Counts as for `prefill`, without the products of the keys if their states were saved."""
     call, (_, _, saved), _ = _parse(arguments, 3)
     passes = q.shape[1] if saved.numel() > 0 else k.shape[1] + q.shape[1]
@@ -355,14 +401,14 @@ _PREFILL_SAVED_ = register(
 )
 
 
-def _gradients_of_sums(grad_o, grad_z, o, z):
+def _gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     operator_checks.check_output(o)
     operator_checks.check_results(o, o, grad_o=grad_o, z=z, grad_z=grad_z)
     with without_autocast(o):
         return eager.gradients_of_sums(grad_o, grad_z, o, z)
 
 
-def _fake_gradients_of_sums(grad_o, grad_z, o, z):
+def _fake_gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return o.new_empty(o.shape, dtype=eager.sums_dtype(o.dtype)), z.new_empty(z.shape)
 
 
@@ -380,19 +426,23 @@ def _check_piece(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Ca
     operator_checks.check_gradients_of_sums(q, v, g, e)
 
 
-def _state_of_queries(g, e, q, k, v, *arguments):
+def _state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, _, _ = _parse(arguments, 0, _UNMASKED)
     _check_piece(g, e, q, k, v, call)
     with without_autocast(q):
         return *eager.state_of_queries(g, e, q, k, v, call), _nothing_saved(k)
 
 
-def _fake_state_of_queries(g, e, q, k, v, *arguments):
+def _fake_state_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     call, _, (keep,) = _parse(arguments, 0, _UNMASKED)
     return _fake_state_of_tokens(k, v, call, keep)
 
 
-def _state_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
+def _state_of_queries_flops(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: object = None
+) -> int:
     """Counts a product with a state for every query."""
     return _products(q, v, _parse(arguments, 0, _UNMASKED)[0], q.shape[1], 0)
 
@@ -407,7 +457,9 @@ _STATE_OF_QUERIES = register(
 )
 
 
-def _prefill_backward_of_queries(g, e, q, k, v, *arguments):
+def _prefill_backward_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     call, (kv_state, k_sum), _ = _parse(arguments, 2)
     _check_piece(g, e, q, k, v, call)
     kv_state, k_sum = _given_state("kv_state", "k_sum", kv_state, k_sum, k, v, call.score.order)
@@ -417,12 +469,16 @@ def _prefill_backward_of_queries(g, e, q, k, v, *arguments):
     return grad_q, e.new_empty(0) if pairs is None else pairs
 
 
-def _fake_prefill_backward_of_queries(g, e, q, k, v, *arguments):
+def _fake_prefill_backward_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     call, _, _ = _parse(arguments, 2)
     return eager.empty_like_layout(q, q.shape[-1]), e.new_empty(0 if call.log_decay is None else e.shape)
 
 
-def _prefill_backward_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
+def _prefill_backward_of_queries_flops(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: object = None
+) -> int:
     """Counts a product with a state for every key and query, and three of the five products of an intra-chunk pair."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], 2 * q.shape[3] + v.shape[3])
 
@@ -437,7 +493,16 @@ _PREFILL_BACKWARD_OF_QUERIES = register(
 )
 
 
-def _prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments):
+def _prefill_backward_of_keys_(
+    g: Tensor,
+    e: Tensor,
+    grad_kv_state: Tensor | None,
+    grad_k_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     call, (pairs, pairs_of_states, saved), _ = _parse(arguments, 3)
     _check_piece(g, e, q, k, v, call)
     names = ("grad_new_kv_state", "grad_new_k_sum")
@@ -450,12 +515,31 @@ def _prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *argume
     return *grads, *_with_empty(of_tensors, q)
 
 
-def _fake_prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments):
+def _fake_prefill_backward_of_keys_(
+    g: Tensor,
+    e: Tensor,
+    grad_kv_state: Tensor | None,
+    grad_k_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     call, _, _ = _parse(arguments, 3)
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (k, v)), *_fake_gradients(call, q)
 
 
-def _prefill_backward_of_keys_flops(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments, out_val=None) -> int:
+def _prefill_backward_of_keys_flops(
+    g: Tensor,
+    e: Tensor,
+    grad_kv_state: Tensor | None,
+    grad_k_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *arguments: Any,
+    out_val: object = None,
+) -> int:
     """Counts the rest of `prefill_backward`, without the products of the queries if their states were saved."""
     call, (_, _, saved), _ = _parse(arguments, 3)
     passes = 2 * k.shape[1] if saved.numel() > 0 else 2 * k.shape[1] + q.shape[1]

@@ -115,17 +115,27 @@ _TOKEN = "Tensor? attention_mask, Tensor? log_decay, Tensor? log_input_gate"
 _MAX_PLACES = 16384  # for tokens in a buffer
 
 
-def _decode_step(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score):
+def _decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    gate: Tensor | None,
+    *score: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     with without_autocast(q):
         return eager.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, gate, Score(*score))
 
 
-def _fake_decode_step(q, k, v, kv_state, k_sum, *arguments):
+def _fake_decode_step(q: Tensor, k: Tensor, v: Tensor, kv_state: Tensor, k_sum: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
 
 
-def _decode_step_flops(q, k, v, kv_state, *arguments, out_val=None) -> int:
+def _decode_step_flops(q: Tensor, k: Tensor, v: Tensor, kv_state: Tensor, *arguments: Any, out_val: object = None) -> int:
     return count_step(q, kv_state)
 
 
@@ -139,12 +149,22 @@ _DECODE_STEP = register(
 )
 
 
-def _decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, gate, *score):
+def _decode_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    gate: Tensor | None,
+    *score: Any,
+) -> Tensor:
     with without_autocast(q):
         return eager.decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, gate, Score(*score))
 
 
-def _fake_decode_step_(q, k, v, *arguments):
+def _fake_decode_step_(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -159,23 +179,23 @@ refuse_gradient(_DECODE_STEP_, refuse_to_record, written=slice(3, 5))
 
 
 def _buffered_step_(
-    q,
-    k,
-    v,
-    kv_state,
-    k_sum,
-    local_keys,
-    local_values,
-    local_mask,
-    local_decays,
-    buffered,
-    local_gates,
-    mask,
-    log_decay,
-    log_input_gate,
-    exact_window,
-    *score,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
+    local_keys: Tensor,
+    local_values: Tensor,
+    local_mask: Tensor,
+    local_decays: Tensor,
+    buffered: Tensor,
+    local_gates: Tensor | None,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    log_input_gate: Tensor | None,
+    exact_window: int,
+    *score: Any,
+) -> tuple[Tensor, Tensor]:
     if log_input_gate is not None and local_gates is None:
         raise ValueError("log_input_gate needs local_gates, got None")
     state = kv_state, k_sum, local_keys, local_values, local_mask, local_decays, buffered, local_gates
@@ -184,15 +204,26 @@ def _buffered_step_(
         return eager.buffered_step_(q, k, v, *state, *token, exact_window, Score(*score))
 
 
-def _fake_buffered_step_(q, k, v, kv_state, *arguments):
+def _fake_buffered_step_(q: Tensor, k: Tensor, v: Tensor, kv_state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _fake_decode_step_(q, k, v), kv_state.new_empty(q.shape[:-1])
 
 
-def _covers_buffered_step_(q, k, v, kv_state, k_sum, local_keys, *arguments) -> bool:
+def _covers_buffered_step_(
+    q: Tensor, k: Tensor, v: Tensor, kv_state: Tensor, k_sum: Tensor, local_keys: Tensor, *arguments: Any
+) -> bool:
     return local_keys.dim() == 4 and local_keys.shape[2] <= _MAX_PLACES
 
 
-def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_val=None) -> int:
+def _buffered_step_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
+    local_keys: Tensor,
+    *arguments: Any,
+    out_val: object = None,
+) -> int:
     """Counts a step of the sums, to which every token is added at some time, and the products with the local tokens."""
     (b, h, _, d), places = q.shape, local_keys.shape[2]
     return count_step(q, kv_state) + 2 * b * h * places * (d + v.shape[3])

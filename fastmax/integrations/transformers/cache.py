@@ -7,6 +7,8 @@ queries, the mask and the options too, and adds the tokens to the state. Any oth
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -71,7 +73,7 @@ class FastmaxLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False  # only the attention function knows the options
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any):
         super().__init__()
         self.keys = self.values = NewTokens(None, None)
         self._clear()
@@ -88,7 +90,7 @@ class FastmaxLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a layer of FastmaxCache is initialised by the first call of its attention")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[NewTokens, NewTokens]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[NewTokens, NewTokens]:
         """Takes new tokens, which join the state in `attend`.
 
         Raises:
@@ -354,7 +356,7 @@ class FastmaxCache(Cache):
         kept = pytree.tree_leaves([getattr(layer, name, None) for layer in others for name in _KEPT])
         return states + sum(x.nbytes for x in kept if isinstance(x, Tensor))
 
-    def crop(self, *args, **kwargs) -> None:
+    def crop(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(_GOES_FORWARD)  # before any other layer is cropped
 
     def activate_past_recording(self) -> None:

@@ -41,7 +41,7 @@ class Dataflow:
     """
 
     def __init__(self, constants: Iterable[Tensor]):
-        self._labels: dict[int, tuple[StorageWeakRef, Label]] = {}
+        self._labels: dict[int, tuple[StorageWeakRef, Label | None]] = {}
         for tensor in constants:
             self._set(tensor, Label.CONSTANT)
 

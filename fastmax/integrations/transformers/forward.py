@@ -57,7 +57,7 @@ def fastmax_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes fastmax attention: query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv) -> (b, n, h, dv).
 
@@ -207,7 +207,7 @@ def _refuse_gaps(asked: _Asked) -> None:
 
 def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> Tensor:
     """Computes attention without a state: (b, h, n, dv)."""
-    tensors = query, key, value, asked.log_decay, asked.log_input_gate
+    tensors: tuple[Any, ...] = (query, key, value, asked.log_decay, asked.log_input_gate)
     causal, padding = asked.mask.causal, asked.padding
     packed = asked.cu_seqlens is not None
     if packed:
@@ -268,14 +268,14 @@ def _softmax(
             f"{type(module).__name__}, a layer of softmax attention that the option layers leaves out, sees the tokens of one "
             "rank only in context_parallel: run fastmax in all layers"
         )
-    of_ours = isinstance(attention_mask, FastmaxMask)
+    mask = attention_mask if isinstance(attention_mask, FastmaxMask) else None
     cu_seqlens = _named_documents(query, given)
     if cu_seqlens is not None:
-        if not of_ours or attention_mask.padding is not None or key.shape[2] != query.shape[2]:
+        if mask is None or mask.padding is not None or key.shape[2] != query.shape[2]:
             raise ValueError(f"{ONLY}; got cu_seq_lens_q in {type(module).__name__}, a layer of softmax attention")
-        attention_mask.refuse_other_documents(cu_seqlens)
-    mask = attention_mask.dense() if of_ours else attention_mask
-    return AttentionInterface()[SOFTMAX](module, query, key, value, mask, **given)
+        mask.refuse_other_documents(cu_seqlens)
+    dense = attention_mask if mask is None else mask.dense()
+    return AttentionInterface()[SOFTMAX](module, query, key, value, dense, **given)
 
 
 def _documents(query: Tensor, keys: int, mask: FastmaxMask, has_state: bool, given: dict) -> Tensor | None:
@@ -336,10 +336,12 @@ def _log_decay(
 ) -> Tensor | None:
     """Returns the decays (b, hk, keys), with a `FastmaxCache` of the new keys; padding causes no decay."""
     _check_gate(module, DecayGate, key, causal, of_gate)
-    if constant is None and of_gate is None:
-        return None
     batch, heads, m = _tensor(key).shape[:3]
-    if of_gate is None:
+    if of_gate is not None:
+        log_decay = of_gate
+    elif constant is None:
+        return None
+    else:
         _refuse_unless_causal(module, "log_decay", causal)
         if len(constant) != heads:
             raise ValueError(
@@ -348,8 +350,6 @@ def _log_decay(
             )
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         log_decay = torch.tensor(constant, dtype=dtype, device=query.device)[:, None].expand(batch, heads, m)
-    else:
-        log_decay = of_gate
     return log_decay if padding is None else torch.where(padding[:, None, -m:], log_decay, 0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Gate(nn.Module):
     ARGUMENT: ClassVar[str]  # of the attention function
     ADDED_BY: ClassVar[str]
 
-    def __init__(self, embed_dim: int, heads: int, **made):
+    def __init__(self, embed_dim: int, heads: int, **made: Any):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, embed_dim, **made))
         self.bias = nn.Parameter(torch.empty(heads, **made))
@@ -54,7 +54,7 @@ class DecayGate(Gate):
 
     TITLE, PLACE, ARGUMENT, ADDED_BY = "a decay gate", "fastmax_decay", "log_decay", "add_decay"
 
-    def __init__(self, embed_dim: int, heads: int, longest_half_life: float, shortest_half_life: float, **made):
+    def __init__(self, embed_dim: int, heads: int, longest_half_life: float, shortest_half_life: float, **made: Any):
         self.longest_half_life, self.shortest_half_life = longest_half_life, shortest_half_life
         super().__init__(embed_dim, heads, **made)
 
@@ -135,7 +135,7 @@ def add_input_gate(model: PreTrainedModel, *, layers: Iterable[int] | None = Non
 def _add(model: PreTrainedModel, kind: type[Gate], layers: Iterable[int] | None, **options: float) -> list[str]:
     chosen = _chosen(model, kind, layers)
     first = next(iter(chosen.values()))
-    listed = {"layers": sorted({layer.layer_idx for layer in chosen.values()})}
+    listed: dict[str, Any] = {"layers": sorted({layer.layer_idx for layer in chosen.values()})}
     listed |= {name: float(value) for name, value in options.items()}
     for layer in chosen.values():
         _attach(layer, kind, listed, device=next(layer.parameters()).device, dtype=model.dtype)
@@ -168,7 +168,7 @@ def refuse_gates(name: str, layer: nn.Module) -> None:
 
 
 def _is_listed(layer: nn.Module, kind: type[Gate]) -> bool:
-    listed = getattr(layer.config, kind.PLACE, None)
+    listed: Any = getattr(layer.config, kind.PLACE, None)
     return bool(listed) and is_causal_self_attention(layer) and layer.layer_idx in listed["layers"]
 
 
@@ -245,7 +245,7 @@ def _chosen(model: PreTrainedModel, kind: type[Gate], layers: Iterable[int] | No
     return chosen
 
 
-def _attach(layer: nn.Module, kind: type[Gate], listed: dict, **made) -> None:
+def _attach(layer: nn.Module, kind: type[Gate], listed: dict, **made: Any) -> None:
     options = {name: value for name, value in listed.items() if name != "layers"}
     layer.add_module(kind.PLACE, kind(layer.config.hidden_size, _kv_heads(layer), **options, **made))
     layer.register_forward_pre_hook(partial(_pass_gate, kind), with_kwargs=True)

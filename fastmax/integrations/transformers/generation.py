@@ -7,6 +7,7 @@ wrapped, and a DynamicCache that it has just made is replaced.
 from __future__ import annotations
 
 import functools
+from typing import Any, cast
 
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig
 
@@ -23,19 +24,21 @@ def watch_generation() -> None:
     prepare = GenerationMixin._prepare_cache_for_generation
 
     @functools.wraps(prepare)
-    def prepare_fastmax_too(self, generation_config, model_kwargs, *args, **kwargs):
+    def prepare_fastmax_too(
+        self: GenerationMixin, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         given = model_kwargs.get(CACHE)
         prepare(self, generation_config, model_kwargs, *args, **kwargs)
         if given is not None or generation_config.cache_implementation is not None:
             return
-        made = model_kwargs.get(CACHE)
+        made: Any = model_kwargs.get(CACHE)
         of_two = isinstance(made, EncoderDecoderCache)
         own = made.self_attention_cache if of_two else made
         if type(own) is DynamicCache and _is_default(self.config.get_text_config(decoder=True)):
             cache = FastmaxCache(self.config)
             model_kwargs[CACHE] = EncoderDecoderCache(cache, made.cross_attention_cache) if of_two else cache
 
-    prepare_fastmax_too.watched_by_fastmax = True
+    cast(Any, prepare_fastmax_too).watched_by_fastmax = True
     GenerationMixin._prepare_cache_for_generation = prepare_fastmax_too
 
 

@@ -7,6 +7,7 @@ its own, any tensor or None would be a valid mask. So the result is an object th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class FastmaxMask(Unreadable):
         refusal: str | None = None,
         model: str = "this model",
         keys: int | None = None,
-        arguments: dict | None = None,
+        arguments: dict[str, Any] | None = None,
         packed: bool = False,
     ):
         self.causal = causal
@@ -66,13 +67,20 @@ class FastmaxMask(Unreadable):
     def dense(self) -> Tensor | None:
         """Returns transformers' mask for "sdpa" of the same pattern, for layers that run softmax attention."""
         if self._dense is None:
-            self._dense = (sdpa_mask(**self._arguments),)
+            self._dense = (sdpa_mask(**self._of_transformers()),)
         return self._dense[0]
+
+    def _of_transformers(self) -> dict[str, Any]:
+        if self._arguments is None:
+            raise ValueError(
+                "arguments of a FastmaxMask for packed documents or layers of softmax attention must be given, got None"
+            )
+        return self._arguments
 
     def first_tokens(self, device: torch.device) -> Tensor:
         """Returns which tokens begin a document: bool (batch, queries)."""
-        sizes = self._arguments["batch_size"], self._arguments["q_length"]
-        return first_tokens(self._arguments["mask_function"], *sizes, device)
+        given = self._of_transformers()
+        return first_tokens(given["mask_function"], given["batch_size"], given["q_length"], device)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Returns the bounds of the documents of all rows end to end, of a packed mask.
@@ -82,7 +90,7 @@ class FastmaxMask(Unreadable):
         """
         if self._cu_seqlens is None:
             first = self.first_tokens(device)
-            differs = differs_from_packing(self._arguments["mask_function"], first)
+            differs = differs_from_packing(self._of_transformers()["mask_function"], first)
             refuse_where(differs, _PATTERN.format(model=self.model))
             self._cu_seqlens = bounds(first)
         return self._cu_seqlens
@@ -138,10 +146,11 @@ class FastmaxMask(Unreadable):
             Two int64 tensors (batch,).
         """
         if self._hidden is None:
-            x = torch.arange(1, self.padding.shape[1] + 1, device=self.padding.device) * -0x61C8864680B583EB
+            padding: Any = self.padding  # not None, as the caller knows
+            x = torch.arange(1, padding.shape[1] + 1, device=padding.device) * -0x61C8864680B583EB
             x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
             x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-            numbers = torch.where(self.padding, 0, x)
+            numbers = torch.where(padding, 0, x)
             before = numbers.shape[1] - new
             self._hidden = numbers[:, :before].sum(-1), numbers[:, before:].sum(-1)
         return self._hidden
@@ -188,7 +197,7 @@ def fastmax_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     config: PreTrainedConfig | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> FastmaxMask:
     """Makes the mask that transformers' mask interface asks for. It raises nothing: a model may make masks that no layer uses.
 

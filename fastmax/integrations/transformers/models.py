@@ -12,6 +12,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -89,7 +90,7 @@ def _refuse_configurations_of_others(model: PreTrainedModel) -> None:
     Models read what they run from their configuration. So the other one would run the new attention without a word.
     """
     for collected in (False, True):
-        found = next(_others(model), None)
+        found: Any = next(_others(model), None)
         if found is None:
             return
         if not collected:
@@ -116,7 +117,7 @@ def _others(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, PreTraine
             yield same[0], other, before
 
 
-def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
+def configure(model: PreTrainedModel | PreTrainedConfig, **options: Any) -> None:
     """Sets the options of fastmax attention in a model's configuration, and in its sub-configurations.
 
     They replace all options set earlier. Equal to `config.fastmax = options` on each, with the options checked now.
@@ -203,21 +204,21 @@ def watch() -> None:
     initialize_weights = PreTrainedModel._initialize_weights
 
     @functools.wraps(accept)
-    def checked_accept(self, requested_attention, *args, **kwargs):
+    def checked_accept(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME:
             _check_dispatch(self)
         self.left_out_of_fastmax = _other(self.config)
         return accept(self, requested_attention, *args, **kwargs)
 
     @functools.wraps(post_init)
-    def checked_post_init(self, *args, **kwargs):
+    def checked_post_init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         build_gates(self)
         post_init(self, *args, **kwargs)
         check(self, getattr(self, "left_out_of_fastmax", None))
         remember_choice(self.config)
 
     @functools.wraps(set_attn_implementation)
-    def checked_set(self, attn_implementation, *args, **kwargs):
+    def checked_set(self: PreTrainedModel, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         if attn_implementation == NAME:  # transformers skips, with a warning, the parts that cannot be set
             for part in self.modules():
                 if isinstance(part, PreTrainedModel):
@@ -235,11 +236,11 @@ def watch() -> None:
             remember_choice(config)
 
     @functools.wraps(initialize_weights)
-    def initialize_gates_too(self, module, *args, **kwargs):
+    def initialize_gates_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if not reset_gate(module):
             initialize_weights(self, module, *args, **kwargs)
 
-    checked_post_init.watched_by_fastmax = True
+    cast(Any, checked_post_init).watched_by_fastmax = True
     PreTrainedModel._initialize_weights = initialize_gates_too
     PreTrainedModel.get_correct_attn_implementation = checked_accept
     PreTrainedModel.post_init = checked_post_init
@@ -269,8 +270,8 @@ def _takes_attention_from_a_table(model: PreTrainedModel) -> bool:
     If the model has no parts yet, the parts are those of the same model with "eager" attention, made on the meta device.
     """
     tables = [table for table in vars(sys.modules[type(model).__module__]).values() if isinstance(table, dict)]
-    listed = [kind for table in tables if "eager" in table and NAME not in table for kind in table.values()]
-    listed = tuple(kind for kind in listed if isinstance(kind, type) and issubclass(kind, nn.Module))
+    kinds = [kind for table in tables if "eager" in table and NAME not in table for kind in table.values()]
+    listed = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, nn.Module))
     if not listed:
         return False
     if not any(True for _ in model.children()):

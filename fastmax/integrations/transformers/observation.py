@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +69,8 @@ def observe_first_forward(model: nn.Module, name: str, module: nn.Module, config
     """
     end_observation(module)
     unreached = is_attention_layer(module) and module.config._attn_implementation != NAME
-    suspicious = unreached or reads_like_attention(type(module))
+    kind: type = type(module)
+    suspicious = unreached or reads_like_attention(kind)
     suspicion = refusal(model, name, module, "before a first forward outside of torch.compile") if suspicious else None
     module.register_forward_pre_hook(FirstForward(config, suspicion), with_kwargs=True)
 
@@ -110,7 +112,8 @@ class Observer(TorchDispatchMode):
         self.stack = [root]
         self._names = {module: name for name, module in root.named_modules()}
         self._covered = {module for module in root.modules() if is_observed_next(module)}
-        self._ran, self._asked = {root}, set()
+        self._ran = {root}
+        self._asked: set[nn.Module] = set()
         self._dataflow = Dataflow((*root.parameters(), *root.buffers()))
         self._pauses = 0
         self._stance = ExitStack()
@@ -170,7 +173,7 @@ class Observer(TorchDispatchMode):
         """Returns whether a hook runs because its module has raised an exception."""
         return sys.exc_info()[1] is not self._exception
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, operator: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if self._pauses:
             return operator(*args, **kwargs)

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -38,7 +39,7 @@ _BASES = {*nn.Module.__mro__, *PreTrainedModel.__mro__, *GenerationMixin.__mro__
 
 
 @functools.cache
-def reads_like_attention(kind: type[nn.Module]) -> bool:
+def reads_like_attention(kind: type) -> bool:
     """Returns whether a class of modules looks like attention that does not ask transformers' interface for its function.
 
     A class that refers to a function of attention does, whatever its name. A softmax that `forward` or the constructor reaches
@@ -60,13 +61,14 @@ def reads_like_attention(kind: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def _asks_interface(kind: type[nn.Module]) -> bool:
+def _asks_interface(kind: type) -> bool:
     """Returns whether `forward`, or a method that it calls, asks transformers' interface."""
     return bool(_reached(kind, "forward") & _INTERFACE)
 
 
-def _reached(kind: type[nn.Module], *first: str) -> set[str]:
+def _reached(kind: type, *first: str) -> set[str]:
     """Returns these names and all names that the methods of these names refer to, directly or through other methods."""
+    names: set[str]
     methods, names, waiting = _methods(kind), set(), set(first)
     while waiting:
         names |= waiting
@@ -75,15 +77,16 @@ def _reached(kind: type[nn.Module], *first: str) -> set[str]:
     return names
 
 
-def _names_of(kind: type[nn.Module], names: Iterable[str]) -> Counter[str]:
+def _names_of(kind: type, names: Iterable[str]) -> Counter[str]:
     """Counts the names that these methods refer to."""
     methods = _methods(kind)
     return sum((_names(function) for name in names for function in methods.get(name, ())), Counter())
 
 
 @functools.cache
-def _methods(kind: type[nn.Module]) -> dict[str, list[FunctionType]]:
+def _methods(kind: type) -> dict[str, list[FunctionType]]:
     """Returns the functions of a class by name: first the one that Python finds, then those that it may reach by `super`."""
+    value: Any
     methods: dict[str, list[FunctionType]] = {}
     for base in inspect.getmro(kind):
         if base in _BASES or _package(base) == "torch":
@@ -102,6 +105,8 @@ def _names(function: FunctionType) -> Counter[str]:
 
     Functions of its own file are followed, and those of packages other than PyTorch, transformers and fastmax.
     """
+    names: Counter[str]
+    seen: set[FunctionType]
     names, seen, waiting = Counter(), set(), [function]
     while waiting:
         function = waiting.pop()
@@ -121,6 +126,7 @@ def _names(function: FunctionType) -> Counter[str]:
 
 def _callables(function: FunctionType, names: Counter[str]) -> Iterator[tuple[str, Callable]]:
     """Returns the objects that a function refers to by a global name, or as an attribute of a module that has one."""
+    found: Iterable[tuple[str, Any]]
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType) and not _is_of_a_library(value):
@@ -136,7 +142,7 @@ def _is_of_a_library(value: FunctionType | ModuleType) -> bool:
 
 def _names_in(code: CodeType) -> Counter[str]:
     """Counts the names in the bytecode of a function and of the functions inside it; `@` counts as matmul."""
-    names = Counter()
+    names: Counter[str] = Counter()
     for instruction in dis.get_instructions(code):
         if instruction.opcode in dis.hasname:
             names[instruction.argval] += 1

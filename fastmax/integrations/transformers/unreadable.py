@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch.utils import _pytree as pytree
 
@@ -21,13 +22,13 @@ class Unreadable:
     def _foreign(self, use: str) -> ForeignAttentionError:
         return ForeignAttentionError(self._misuse(use))
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if not vars(self):  # copy and pickle ask before they set attributes
             raise AttributeError(name)
         raise self._foreign(name)
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> NoReturn:
         arguments = pytree.tree_leaves((args, kwargs or {}))
         unreadable = next(argument for argument in arguments if isinstance(argument, cls))
         raise unreadable._foreign(getattr(function, "__name__", str(function)))
@@ -35,8 +36,8 @@ class Unreadable:
     __hash__ = object.__hash__
 
 
-def _raise_foreign(name: str) -> Callable:
-    def use(self, *args):
+def _raise_foreign(name: str) -> Callable[..., NoReturn]:
+    def use(self: Unreadable, *args: object) -> NoReturn:
         raise self._foreign(name)
 
     use.__name__ = name
