@@ -165,7 +165,7 @@ WRONG = {
     "dtype that is an array": (lambda: fastmax.decoding.init_state(1, 1, 4, dtype=Q.numpy()), "dtype must be float64.*ndarray"),
     "rpe_matrix of a state": (
         lambda: fastmax.decoding.init_state(1, 1, 4, rpe_matrix=Q),
-        "rpe_matrix must be None .*a tensor of shape",
+        "rpe_matrix must be .*None here, got a tensor of shape.*a recurrent state has no fixed number of keys",
     ),
     "structured": (lambda: fastmax.rpe_matrix_creator(4, 4, structured=Q), "structured must be a bool.*a tensor of shape"),
     "is_zero": (lambda: fastmax.rpe_matrix_creator(4, 4, is_zero=0), r"is_zero must be a bool, got 0 \(int\)"),
