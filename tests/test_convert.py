@@ -560,6 +560,20 @@ def llama():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
+def test_what_finetune_decays_in_a_hugging_face_model(llama, monkeypatch):
+    model = llama
+    convert.swap(model, exact_window=WINDOW, decay=True, input_gate=True, longest_half_life=32.0)
+    groups = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda given, **options: groups.extend(given) or torch.optim.SGD(given))
+    convert.finetune(model, [torch.randint(VOCABULARY, (2, N))], steps=1)
+    decayed = {id(x) for x in groups[0]["params"]}
+    gates = {name: x for name, x in model.named_parameters() if "fastmax_decay" in name or "fastmax_input_gate" in name}
+    assert any(x.dim() == 2 for x in gates.values())
+    for name, x in model.named_parameters():
+        assert (id(x) in decayed) == (x.dim() == 2 and name not in gates), name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
 def test_hugging_face(llama, tmp_path):
     model, teacher = llama, copy.deepcopy(llama)
     weights = snapshot(model)

@@ -21,7 +21,7 @@ from common import (
 )
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from fastmax import fastmax_attention, flash_attention
+from fastmax import FastmaxSelfAttention, decoding, fastmax_attention, flash_attention
 
 TINY = Case("tiny", n=3, m=4, b=1, h=2, hk=1, d=3, dv=2)
 
@@ -150,9 +150,25 @@ def test_batched_gradients_of_softmax_and_log_sums(device):
         outputs = attention(*leaves, causal=True, return_lse=True)
         grads = tuple(torch.randn(3, *x.shape, dtype=x.dtype, device=device) for x in outputs)
         expected = [torch.autograd.grad(outputs, leaves, both, retain_graph=True) for both in zip(*grads, strict=True)]
-        batched = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True)
+        batched = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True, retain_graph=True)
         for x, ones in zip(batched, zip(*expected, strict=True), strict=True):
             torch.testing.assert_close(x, torch.stack(ones))
+        of_lse = [torch.autograd.grad(outputs[1], leaves[:2], grad, retain_graph=True) for grad in grads[1]]
+        batched = torch.autograd.grad(outputs[1], leaves[:2], grads[1], is_grads_batched=True)
+        for x, ones in zip(batched, zip(*of_lse, strict=True), strict=True):
+            torch.testing.assert_close(x, torch.stack(ones))
+
+
+def test_batched_gradients_of_states_and_kept_keys(device):
+    leaves = tiny_leaves(device)
+    state = decoding.init_state(1, 1, TINY.d, value_dim=TINY.dv, dtype=torch.float64, device=device)
+    _, state = decoding.prefill(leaves[0][:, :, :3], leaves[1][:, :, :3], leaves[2][:, :, :3], state)
+    layer = FastmaxSelfAttention(8, 2, kept_keys=4, exact_window=2, dtype=torch.float64, device=device)
+    x = torch.randn(1, 12, 8, dtype=torch.float64, device=device, requires_grad=True)
+    for o, of in ((state.kv_state, leaves[1]), (layer(x), x)):
+        grads = torch.randn(3, *o.shape, dtype=o.dtype, device=device)
+        expected = torch.stack([torch.autograd.grad(o, of, grad, retain_graph=True)[0] for grad in grads])
+        torch.testing.assert_close(torch.autograd.grad(o, of, grads, is_grads_batched=True)[0], expected)
 
 
 @by_algorithm

@@ -69,7 +69,8 @@ def test_packed_sequences_neither_overflow_nor_underflow(size, device):
     o = normalize_rows(x.requires_grad_(), "sequence", 1.0, cu_seqlens=bounds)
     exact = torch.cat([normalized(part.double(), "sequence", 1.0) for part in x.detach().split((4, 5), 2)], 2)
     torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=0.0)
-    assert torch.autograd.grad(o.sum(), x)[0].isfinite().all() or size < 1e-38
+    if size > 1e-38:  # 1 / size is finite
+        assert torch.autograd.grad(o.sum(), x)[0].isfinite().all()
 
 
 @by_gradient

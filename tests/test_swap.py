@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastmax.integrations.mha import SwappedMultiheadAttention, swap_attention
 
@@ -260,10 +261,10 @@ def test_the_mask_decides_where_n_differs_from_m(hint):
 def test_is_causal_spares_reading_the_mask():
     mha = swapped(make_mha(batch_first=True))
     x = torch.randn(2, 5, E, dtype=DTYPE)
-    with mock.patch("torch.equal", side_effect=AssertionError("the mask was compared")):
+    with mock.patch("fastmax.integrations.mha._blocked", side_effect=AssertionError("the mask was read")):
         mha(x, x, x, need_weights=False, attn_mask=causal_mask(5), is_causal=True)
         for given in ({"need_weights": False}, {"is_causal": True}):
-            with pytest.raises(AssertionError, match="was compared"):
+            with pytest.raises(AssertionError, match="was read"):
                 mha(x, x, x, attn_mask=causal_mask(5), **given)
 
 
@@ -275,8 +276,9 @@ def test_mask_that_is_causal_contradicts():
         mha(x, x, x, attn_mask=bias, is_causal=True)
     other = causal_mask(5)
     other[3, 0] = True
-    with pytest.raises(ValueError, match="attn_mask is neither all visible nor the causal"):
-        mha(x, x, x, attn_mask=other, is_causal=True)
+    for mask in (other, torch.zeros(5, 5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"attn_mask must be the causal mask.*got shape \(5, 5\) with"):
+            mha(x, x, x, attn_mask=mask, is_causal=True)
     compiled = torch.compile(mha, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, x, x, attn_mask=causal_mask(5), is_causal=True)[0], mha(x, x, x, is_causal=True)[0])
     with pytest.raises(RuntimeError, match="attn_mask must be the causal mask"):
@@ -304,6 +306,31 @@ def test_positions_of_cross_attention(options):
     else:
         mha.attention.rpe_matrix = None
     mha(target, memory, memory)
+
+
+def test_self_attention_whose_arguments_are_views():
+    """Hooks and checkpoints rewrap arguments."""
+    mha, x = swapped(make_mha(batch_first=True), exact_window=2), torch.randn(2, 7, E, dtype=DTYPE, requires_grad=True)
+    expected, _ = mha(x, x, x)
+    torch.testing.assert_close(mha(x, x[:], x)[0], expected)
+    torch.testing.assert_close(mha(x[0], x[0], x[0])[0], expected[0])
+    torch.testing.assert_close(checkpoint(mha, x, x, x, use_reentrant=True)[0], expected)
+    checkpoint(mha, x, x, x, use_reentrant=True)[0].sum().backward()
+    mha.register_full_backward_hook(lambda *given: None)
+    torch.testing.assert_close(mha(x, x, x)[0], expected)
+
+
+def test_exact_window_of_causal_attention_with_other_keys():
+    mha = swapped(make_mha(batch_first=True), exact_window=5)
+    x, key = torch.randn(2, 5, E, dtype=DTYPE), torch.randn(2, 5, E, dtype=DTYPE)
+    blocked = causal_mask(5)
+    o, _ = mha(x, key, key, attn_mask=blocked)
+    q, k, v = (
+        F.linear(y, w, c).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for y, w, c in zip((x, key, key), mha.in_proj_weight.chunk(3), mha.in_proj_bias.chunk(3), strict=True)
+    )
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # the window has all keys
+    torch.testing.assert_close(o, mha.out_proj(expected.transpose(1, 2).flatten(2)))
 
 
 def test_query_without_keys_gets_the_output_bias():

@@ -162,6 +162,28 @@ def test_padding_between_tokens_is_refused(options):
         model(ids, attention_mask=mask, use_cache=False)
 
 
+def test_padding_between_tokens_with_kept_keys():
+    model, ids = llama(), tokens(2, 9)
+    integration.add_input_gate(model)
+    integration.configure(model, exact_window=4, kept_keys=2)
+    mask = torch.ones_like(ids)
+    mask[1, 3:5] = 0
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    alone = model(ids[1:, mask[1].bool()], use_cache=False).logits[0]
+    torch.testing.assert_close(model(ids, **given).logits[1, mask[1].bool()], alone)
+
+
+def test_single_query_that_is_said_not_to_be_causal():
+    """Models say so where one query sees all keys. It still has a position."""
+    layer = llama().model.layers[0].self_attn
+    layer.config.fastmax = {"exact_window": 3}
+    q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, 1), (2, 9), (2, 9)))
+    for mask in (None, torch.ones(2, 1, 1, 9, dtype=torch.bool)):
+        o, _ = integration.fastmax_attention_forward(layer, q, k, v, mask, scaling=0.25, is_causal=False)
+        expected = fastmax_attention(q, k, v, causal=True, temperature=4.0, exact_window=3)
+        torch.testing.assert_close(o.transpose(1, 2), expected)
+
+
 def test_mask_made_without_arguments():
     mask = integration.FastmaxMask(True, None)
     for use in (mask.dense, lambda: mask.cu_seqlens(torch.device("cpu"))):
@@ -171,7 +193,7 @@ def test_mask_made_without_arguments():
 
 def test_positions_of_several_axes_that_start_again():
     text = torch.arange(6).expand(3, 2, -1)
-    image = torch.stack([torch.tensor([0, 1, 1, 1, 1, 3]), torch.tensor([0, 1, 1, 2, 2, 3]), torch.tensor([0, 1, 2, 1, 2, 3])])
+    image = torch.tensor([[0, 0, 0, 0, 2, 3], [0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3]])  # four patches, then text
     packed = torch.tensor([0, 1, 2, 0, 1, 2]).expand(3, 1, -1)
     for accepted in (text, image[:, None]):
         integration.FastmaxMask(True, None).refuse_packing(accepted)

@@ -511,10 +511,12 @@ def test_another_batch(mask):
 
 
 def test_options_of_a_state_are_fixed():
-    model, cache = started()
-    model.config.fastmax = {"a2": 0.6}
-    with pytest.raises(ValueError, match="was made with the options .*temperature.*, got .*'a2': 0.6"):
-        model(tokens(3, 1), past_key_values=cache)
+    for options in ({"a2": 0.6}, {"log_decay": [-0.1, -0.2]}):
+        model, cache = started()
+        model.config.fastmax = options
+        (name,) = options
+        with pytest.raises(ValueError, match=f"was made with the options .*temperature.*, got .*'{name}': "):
+            model(tokens(3, 1), past_key_values=cache)
 
 
 REFUSED = {

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from fastmax import ops
+from fastmax import eager, ops
 from fastmax.core import validation
-from fastmax.core.validation import OF_POSITIONS
 from fastmax.nn.multi_head_attention import OPTIONS, FASTMultiHeadAttention
 
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
@@ -69,7 +68,7 @@ def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAt
             _refuse_dropout(f"cannot swap {name!r}", module.dropout)
     unique = {id(module): module for module in found.values()}
     of_decoders = {id(x.multihead_attn) for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer)}
-    across = {name: value for name, value in options.items() if name not in OF_POSITIONS}  # of cross-attention
+    across = {name: value for name, value in options.items() if name not in validation.OF_POSITIONS}  # of cross-attention
     replacements = {
         key: SwappedMultiheadAttention(module, **(across if key in of_decoders else options)) for key, module in unique.items()
     }
@@ -168,7 +167,7 @@ class SwappedMultiheadAttention(nn.Module):
         m = k.shape[2]
         takes_part = None if key_padding_mask is None else _keys_taking_part(key_padding_mask, b, m)
         reach = _causal_reach(attn_mask, is_causal, not need_weights, b * h, n, m)
-        if reach is None and query is not key:
+        if reach is None and not _is_same(query, key):
             self._refuse_options_of_positions()
         if reach is not None and reach < m:
             k, v = k[:, :, :reach], v[:, :, :reach]
@@ -180,7 +179,7 @@ class SwappedMultiheadAttention(nn.Module):
         return (o[0] if unbatched else o), None
 
     def _refuse_options_of_positions(self) -> None:
-        for name, default in OF_POSITIONS.items():
+        for name, default in validation.OF_POSITIONS.items():
             value = getattr(self.attention, name)
             if value != default:
                 raise ValueError(
@@ -318,13 +317,17 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
     if attn_mask is None or (is_causal and n == m and trusts_hint):
         return _start_aligned(n, m) if is_causal else None
     blocked = _blocked("attn_mask", attn_mask)
-    if is_causal and torch.compiler.is_compiling():  # reading the mask would break the graph
-        agrees = (blocked == torch.ones(n, m, dtype=torch.bool, device=blocked.device).triu(1)).all()
-        validation.check_in_graph(agrees, "attn_mask must be the causal mask, aligned at the start, where is_causal is True")
-        return _start_aligned(n, m)
+    ones = torch.ones(n, m, dtype=torch.bool, device=blocked.device)
+    if is_causal and n == m:
+        agrees = (blocked == ones.triu(1)).all()
+        message = "attn_mask must be the causal mask, aligned at the start, where is_causal is True"
+        if torch.compiler.is_compiling():
+            validation.check_in_graph(agrees, message)  # reading the value would break the graph
+        elif not agrees:
+            raise ValueError(f"{message}, got shape {tuple(attn_mask.shape)} with {int(blocked.sum())} blocked")
+        return n
     if not blocked.any():
         return None
-    ones = torch.ones(n, m, dtype=torch.bool, device=blocked.device)
     if torch.equal(blocked, ones.triu(1).expand_as(blocked)):
         return _start_aligned(n, m)
     if n < m and torch.equal(blocked, ones.triu(1 + m - n).expand_as(blocked)):
@@ -334,6 +337,14 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
         f"{int(blocked.sum())} blocked: fastmax does not support arbitrary masks. Mark keys that no query of a sequence may "
         "see in key_padding_mask"
     )
+
+
+def _is_same(query: Tensor, key: Tensor) -> bool:
+    """Returns whether both are one tensor, or views of the same elements, as hooks and checkpoints make them."""
+    if query is key:
+        return True
+    opaque = torch.compiler.is_compiling() or eager.is_transformed() or query.is_meta or query.dtype != key.dtype
+    return not opaque and query.is_set_to(key)
 
 
 def _start_aligned(n: int, m: int) -> int:

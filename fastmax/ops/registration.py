@@ -116,13 +116,14 @@ class Operator:
         self.overload = overload
         self.implementation = implementation
         self.kernel = kernel
+        self._is_backward = "backward" in overload.name()
 
     def __call__(self, *arguments: Any) -> Any:
         """Computes a call. It is dispatched only if autograd, a compiler or anything else has to see the operator.
 
         A gradient of a tensor that the call does not have is None or a tensor without elements.
         """
-        if torch.compiler.is_compiling() or _is_observed(arguments):
+        if torch.compiler.is_compiling() or _is_observed(arguments) or (self._is_backward and _has_batched(arguments)):
             return self.overload(*arguments)
         kernel = self.kernel
         if kernel is not None and kernel.covers(arguments):
@@ -158,11 +159,15 @@ def _without_none(results: Any) -> Any:
     return results
 
 
+def _has_batched(arguments: tuple) -> bool:
+    """Returns whether `torch.autograd.grad(is_grads_batched=True)` makes the call: gradients of several outputs at once."""
+    return any([isinstance(x, Tensor) and _is_batched(x) for x in arguments])
+
+
 def _is_observed(arguments: tuple) -> bool:
     """Returns whether autograd, a mode, a transform, a trace or the type of an argument takes part in a call's dispatch.
 
-    Meta tensors are dispatched too: the registered fake implementation has their results. Gradients of
-    `torch.autograd.grad(is_grads_batched=True)` are, too; they are the first arguments of a backward, and all are batched.
+    Meta tensors are dispatched too: the registered fake implementation has their results.
     """
     if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in arguments]):
         return True
@@ -171,7 +176,7 @@ def _is_observed(arguments: tuple) -> bool:
     first = arguments[0]
     if first is None:  # a gradient that is absent
         first = next(x for x in arguments if x is not None)
-    return first.is_meta or _is_batched(first) or not _PLAIN.issuperset(map(type, arguments))
+    return first.is_meta or not _PLAIN.issuperset(map(type, arguments))
 
 
 def register(

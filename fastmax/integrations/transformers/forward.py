@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.core import validation
-from fastmax.core.validation import OF_POSITIONS
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import FastmaxLayer, NewTokens, kept_options, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
@@ -158,7 +157,7 @@ def _resolved(
     if cu_seqlens is None and given.get("position_ids") is not None:
         mask.refuse_packing(given["position_ids"])
     if _is_cross_attention(module, mask.causal, query.shape[2], keys):
-        for name in OF_POSITIONS:
+        for name in validation.OF_POSITIONS:
             options.pop(name, None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
@@ -166,7 +165,7 @@ def _resolved(
     if mask.causal and (state is not None or query.shape[2] < keys):
         refuse_sequence(options)
     padding = None if mask.padding is None else mask.padding.to(query.device)
-    log_decay = _log_decay(module, query, key, mask.causal, padding, options.pop("log_decay", None), given.get("log_decay"))
+    log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), given.get("log_decay"))
     gate = given.get("log_input_gate")
     _check_gate(module, InputGate, key, mask.causal, gate)
     kept = _kept_keys(module, options, mask.causal)
@@ -195,7 +194,7 @@ def _check_context(module: nn.Module, asked: _Asked, position_ids: Tensor | None
 
 def _refuse_gaps(asked: _Asked) -> None:
     """Raises an error if padding between real tokens would count as positions. A state and kept keys count real tokens only."""
-    if asked.state is not None or asked.kept > 0 or not any(asked.options.get(name) for name in OF_POSITIONS):
+    if asked.state is not None or asked.kept > 0 or not any(asked.options.get(name) for name in validation.OF_POSITIONS):
         return
     context = sharded_dispatch.current()
     if context is None:
@@ -218,7 +217,7 @@ def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, asked: _Asked
         o = _with_kept_keys(LayerTokens(q, k, v, gate, log_decay), padding, asked.cu_seqlens, asked.kept, asked.options)
     else:
         of_keys = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": asked.cu_seqlens}
-        o = fastmax_attention(q, k, v, causal=causal, **of_keys, **asked.options)
+        o = fastmax_attention(q, k, v, causal=causal, **(asked.options | of_keys))
     return rows_again(o, query.shape[0]) if packed else o
 
 

@@ -174,7 +174,7 @@ def refuse_where(wrong: Tensor, message: str) -> None:
 
 GAPS = (
     "attention_mask must have padding at the ends of a sequence only, got padding between real tokens: exact_window and "
-    "rpe_matrix would count it as positions. A FastmaxCache counts real tokens only"
+    "rpe_matrix would count it as positions. In causal layers a FastmaxCache, or kept_keys, counts real tokens only"
 )
 PACKED = f"{ONLY}; here position_ids start again within a row, and there is one of the two"
 _PATTERN = (
