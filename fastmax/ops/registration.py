@@ -110,13 +110,16 @@ class Operator:
         overload: the operator of `torch.ops.fastmax`.
         implementation: PyTorch operations for every device.
         kernel: None if there is none.
+        is_backward: whether it computes gradients from gradients.
     """
 
-    def __init__(self, overload: torch._ops.OpOverload, implementation: Callable, kernel: Kernel | None):
+    def __init__(
+        self, overload: torch._ops.OpOverload, implementation: Callable, kernel: Kernel | None, is_backward: bool = False
+    ):
         self.overload = overload
         self.implementation = implementation
         self.kernel = kernel
-        self._is_backward = "backward" in overload.name()
+        self._is_backward = is_backward
 
     def __call__(self, *arguments: Any) -> Any:
         """Computes a call. It is dispatched only if autograd, a compiler or anything else has to see the operator.
@@ -205,7 +208,7 @@ def register(
     LIBRARY.define(schema)
     packet = getattr(torch.ops.fastmax, name)
     kernel = None if kernel_of is None and covers is None else Kernel(schema, fake, kernel_of, covers)
-    operator = OPERATORS[name] = Operator(packet.default, implementation, kernel)
+    operator = OPERATORS[name] = Operator(packet.default, implementation, kernel, "backward" in name)
     LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastmax::{name}", fake, lib=LIBRARY)
     if kernel is not None:
