@@ -464,18 +464,26 @@ def test_gates_are_not_decayed_to_zero():
     assert not any("out_proj" in name for name in same)
 
 
+def assert_finetune_decays_matrices(model, batch, gates, monkeypatch):
+    """Asserts that weight decay is for all matrices but those of modules named in `gates`, which the model has."""
+    groups = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda given, **options: groups.extend(given) or torch.optim.SGD(given))
+    convert.finetune(model, [batch], steps=1)
+    decayed = {id(x) for x in groups[0]["params"]}
+    assert groups[1]["weight_decay"] == 0.0
+    matrices_of_gates = 0
+    for name, x in model.named_parameters():
+        is_gate = any(gate in name for gate in gates)
+        matrices_of_gates += is_gate and x.dim() == 2
+        assert (id(x) in decayed) == (x.dim() == 2 and not is_gate), name
+    assert matrices_of_gates > 0
+
+
 def test_what_finetune_decays(monkeypatch):
     model = make(decay=True)
     convert.swap(model, exact_window=WINDOW, input_gate=True)
-    groups = []
-    monkeypatch.setattr(torch.optim, "AdamW", lambda given, **options: groups.extend(given) or torch.optim.SGD(given))
-    convert.finetune(model, [(tokens(), tokens())], steps=1)
-    decayed = {id(x) for x in groups[0]["params"]}
-    assert groups[1]["weight_decay"] == 0.0
-    for name, x in model.named_parameters():
-        is_gate = "decay_proj" in name or "input_gate_proj" in name
-        assert (id(x) in decayed) == (x.dim() == 2 and not is_gate), name
     assert any(x.dim() == 3 for x in model.parameters())  # a convolution
+    assert_finetune_decays_matrices(model, (tokens(), tokens()), ("decay_proj", "input_gate_proj"), monkeypatch)
 
 
 def test_padding_of_a_float_mask_is_refused(swapped):
@@ -561,16 +569,8 @@ def llama():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
 def test_what_finetune_decays_in_a_hugging_face_model(llama, monkeypatch):
-    model = llama
-    convert.swap(model, exact_window=WINDOW, decay=True, input_gate=True, longest_half_life=32.0)
-    groups = []
-    monkeypatch.setattr(torch.optim, "AdamW", lambda given, **options: groups.extend(given) or torch.optim.SGD(given))
-    convert.finetune(model, [torch.randint(VOCABULARY, (2, N))], steps=1)
-    decayed = {id(x) for x in groups[0]["params"]}
-    gates = {name: x for name, x in model.named_parameters() if "fastmax_decay" in name or "fastmax_input_gate" in name}
-    assert any(x.dim() == 2 for x in gates.values())
-    for name, x in model.named_parameters():
-        assert (id(x) in decayed) == (x.dim() == 2 and name not in gates), name
+    convert.swap(llama, exact_window=WINDOW, decay=True, input_gate=True, longest_half_life=32.0)
+    assert_finetune_decays_matrices(llama, tokens(), ("fastmax_decay", "fastmax_input_gate"), monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models

@@ -129,46 +129,41 @@ def test_vmap_by_autograd(causal, algorithm, device):
         torch.testing.assert_close(grad, expected[f"grad {name}"])
 
 
+def assert_batched_gradients(outputs, inputs):
+    """Asserts that three gradients at once, as `torch.autograd.functional.jacobian(vectorize=True)` takes them, are those that
+    a loop takes."""
+    grads = [torch.randn(3, *x.shape, dtype=x.dtype, device=x.device) for x in outputs]
+    loop = [torch.autograd.grad(outputs, inputs, each, retain_graph=True) for each in zip(*grads, strict=True)]
+    batched = torch.autograd.grad(outputs, inputs, grads, is_grads_batched=True, retain_graph=True)
+    for x, ones in zip(batched, zip(*loop, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(ones))
+
+
 @in_turn("algorithm")
 @by_algorithm
 @by_causal
 @by_option
 def test_batched_gradients(option, causal, algorithm, device):
-    """`torch.autograd.functional.jacobian(vectorize=True)` takes them too."""
     options, leaves = make_options(option, TINY, torch.float64, device), tiny_leaves(device)
-    o = fastmax_attention(*leaves, causal=causal, algorithm=algorithm, **options)
-    grads = torch.randn(3, *o.shape, dtype=o.dtype, device=device)
-    expected = [torch.autograd.grad(o, leaves, grad, retain_graph=True) for grad in grads]
-    batched = torch.autograd.grad(o, leaves, grads, is_grads_batched=True)
-    for x, ones in zip(batched, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(x, torch.stack(ones))
+    assert_batched_gradients([fastmax_attention(*leaves, causal=causal, algorithm=algorithm, **options)], leaves)
 
 
 def test_batched_gradients_of_softmax_and_log_sums(device):
     leaves = tiny_leaves(device)
     for attention in (partial(fastmax_attention, exact_window=2), flash_attention):
-        outputs = attention(*leaves, causal=True, return_lse=True)
-        grads = tuple(torch.randn(3, *x.shape, dtype=x.dtype, device=device) for x in outputs)
-        expected = [torch.autograd.grad(outputs, leaves, both, retain_graph=True) for both in zip(*grads, strict=True)]
-        batched = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True, retain_graph=True)
-        for x, ones in zip(batched, zip(*expected, strict=True), strict=True):
-            torch.testing.assert_close(x, torch.stack(ones))
-        of_lse = [torch.autograd.grad(outputs[1], leaves[:2], grad, retain_graph=True) for grad in grads[1]]
-        batched = torch.autograd.grad(outputs[1], leaves[:2], grads[1], is_grads_batched=True)
-        for x, ones in zip(batched, zip(*of_lse, strict=True), strict=True):
-            torch.testing.assert_close(x, torch.stack(ones))
+        o, lse = attention(*leaves, causal=True, return_lse=True)
+        assert_batched_gradients([o, lse], leaves)
+        assert_batched_gradients([lse], leaves[:2])
 
 
 def test_batched_gradients_of_states_and_kept_keys(device):
     leaves = tiny_leaves(device)
     state = decoding.init_state(1, 1, TINY.d, value_dim=TINY.dv, dtype=torch.float64, device=device)
     _, state = decoding.prefill(leaves[0][:, :, :3], leaves[1][:, :, :3], leaves[2][:, :, :3], state)
+    assert_batched_gradients([state.kv_state], leaves[1:2])
     layer = FastmaxSelfAttention(8, 2, kept_keys=4, exact_window=2, dtype=torch.float64, device=device)
     x = torch.randn(1, 12, 8, dtype=torch.float64, device=device, requires_grad=True)
-    for o, of in ((state.kv_state, leaves[1]), (layer(x), x)):
-        grads = torch.randn(3, *o.shape, dtype=o.dtype, device=device)
-        expected = torch.stack([torch.autograd.grad(o, of, grad, retain_graph=True)[0] for grad in grads])
-        torch.testing.assert_close(torch.autograd.grad(o, of, grads, is_grads_batched=True)[0], expected)
+    assert_batched_gradients([layer(x)], [x])
 
 
 @by_algorithm

@@ -38,6 +38,7 @@ from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
+from fastmax.prepare.padding import begins_of_runs
 from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
@@ -196,8 +197,7 @@ class Context:
         for rank in range(layout.world):
             for part in layout.of(rank):
                 real[:, part.start : part.stop] = of_ranks[rank][:, part.local].bool()
-        begins = real.clone()  # first tokens of runs of real tokens
-        begins[:, 1:] &= ~real[:, :-1]
+        begins = begins_of_runs(real)
         if cu_seqlens is None:
             runs = begins.sum(1)
         else:

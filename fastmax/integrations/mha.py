@@ -318,8 +318,9 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
         return _start_aligned(n, m) if is_causal else None
     blocked = _blocked("attn_mask", attn_mask)
     ones = torch.ones(n, m, dtype=torch.bool, device=blocked.device)
+    aligned_at_start = ones.triu(1).expand_as(blocked)
     if is_causal and n == m:
-        agrees = (blocked == ones.triu(1)).all()
+        agrees = (blocked == aligned_at_start).all()
         message = "attn_mask must be the causal mask, aligned at the start, where is_causal is True"
         if torch.compiler.is_compiling():
             validation.check_in_graph(agrees, message)  # reading the value would break the graph
@@ -328,7 +329,7 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
         return n
     if not blocked.any():
         return None
-    if torch.equal(blocked, ones.triu(1).expand_as(blocked)):
+    if torch.equal(blocked, aligned_at_start):
         return _start_aligned(n, m)
     if n < m and torch.equal(blocked, ones.triu(1 + m - n).expand_as(blocked)):
         return m

@@ -45,7 +45,7 @@ def refuse_second_derivative_of_normalization(ctx: Context, *grads: Tensor | Non
 
 
 class Context(Protocol):
-    """What autograd carries from a forward to its backward."""
+    """The argument `ctx` of an autograd function. The forward saves tensors and options in it, which the backward reads."""
 
     options: tuple  # set by `WithGradient.save`: the arguments after the tensors
     operator: WithGradient  # set by `_Recorded`

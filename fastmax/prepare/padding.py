@@ -11,6 +11,13 @@ from fastmax.eager import token_major
 from fastmax.prepare.bounds import sequence_of_token
 
 
+def begins_of_runs(real: Tensor) -> Tensor:
+    """Returns the first tokens of runs of real tokens: bool (b, n), as `real`. Padding between real tokens makes two."""
+    begins = real.clone()
+    begins[:, 1:] &= ~real[:, :-1]
+    return begins
+
+
 class PackedPlaces(NamedTuple):
     """Positions of the tokens of packed sequences."""
 

@@ -1,4 +1,4 @@
-"""Which kernels ran, read from the lines that the library prints to stderr when debugging is on."""
+"""`kernels_taken`: the names of the CUDA kernels that ran, from the lines that the library prints to stderr in debug mode."""
 
 from __future__ import annotations
 

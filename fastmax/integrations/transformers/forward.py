@@ -83,8 +83,8 @@ def fastmax_attention_forward(
         return _attention(module, query, key, value, attention_mask, **given)
 
 
-class _Asked(NamedTuple):
-    """What a layer asks for, resolved and checked."""
+class _Request(NamedTuple):
+    """The arguments of one call of attention, made from the options, the mask and the gates of its layer, and checked."""
 
     mask: FastmaxMask
     padding: Tensor | None  # bool (b, keys), True = takes part
@@ -109,13 +109,13 @@ def _attention(
     _refuse_other_functions(module, of_softmax, given)
     if of_softmax:
         return _softmax(module, query, key, value, attention_mask, given)
-    asked = _resolved(module, query, key, value, attention_mask, **given)
-    _check_context(module, asked, given.get("position_ids"))
-    _refuse_gaps(asked)
-    if asked.state is None:
-        o = _of_whole_sequences(query, key, value, asked)
+    request = _resolved(module, query, key, value, attention_mask, **given)
+    _check_context(module, request, given.get("position_ids"))
+    _refuse_gaps(request)
+    if request.state is None:
+        o = _of_whole_sequences(query, key, value, request)
     else:
-        o = asked.state.attend(query, asked.mask, asked.options, asked.log_decay, asked.log_input_gate)
+        o = request.state.attend(query, request.mask, request.options, request.log_decay, request.log_input_gate)
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -139,7 +139,7 @@ def _resolved(
     scaling: float | None,
     is_causal: bool | None,
     **given: Any,
-) -> _Asked:
+) -> _Request:
     """Reads the options, the mask and the gates of a layer of fastmax, and takes the new tokens of its cache."""
     options = options_of(module.config)
     check_kept_keys(**options)
@@ -176,48 +176,42 @@ def _resolved(
         )
     if state is None:
         options.pop("kept_keys", None)
-    return _Asked(mask, padding, cu_seqlens, log_decay, gate, kept, options, state)
+    return _Request(mask, padding, cu_seqlens, log_decay, gate, kept, options, state)
 
 
-def _check_context(module: nn.Module, asked: _Asked, position_ids: Tensor | None) -> None:
+def _check_context(module: nn.Module, request: _Request, position_ids: Tensor | None) -> None:
     """Raises an error if `context_parallel` is at work and a rank's tokens alone do not give what the layer asks for."""
     context = sharded_dispatch.current()
     if context is None:
         return
-    if asked.kept > 0:
-        raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {asked.kept}")
-    context.telling(_refuse_documents)(module, asked.cu_seqlens)
-    if position_ids is not None and not asked.mask.places_are_checked:
+    if request.kept > 0:
+        raise ValueError(f"kept_keys of a Hugging Face model has no form in context_parallel, got {request.kept}")
+    context.telling(_refuse_documents)(module, request.cu_seqlens)
+    if position_ids is not None and not request.mask.places_are_checked:
         context.refuse_local_positions(position_ids)
-        asked.mask.places_are_checked = True
+        request.mask.places_are_checked = True
 
 
-def _refuse_gaps(asked: _Asked) -> None:
+def _refuse_gaps(request: _Request) -> None:
     """Raises an error if padding between real tokens would count as positions. A state and kept keys count real tokens only."""
-    if asked.state is not None or asked.kept > 0 or not any(asked.options.get(name) for name in validation.OF_POSITIONS):
-        return
-    context = sharded_dispatch.current()
-    if context is None:
-        asked.mask.refuse_gaps()
-    elif asked.padding is not None and not asked.mask.gaps_are_checked:
-        asked.mask.gaps_are_checked = True
-        context.refuse_gaps(asked.padding, None)
+    if request.state is None and request.kept == 0 and any(request.options.get(name) for name in validation.OF_POSITIONS):
+        request.mask.refuse_gaps(request.padding, sharded_dispatch.current())
 
 
-def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> Tensor:
+def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, request: _Request) -> Tensor:
     """Computes attention without a state: (b, h, n, dv)."""
-    tensors: tuple[Any, ...] = (query, key, value, asked.log_decay, asked.log_input_gate)
-    causal, padding = asked.mask.causal, asked.padding
-    packed = asked.cu_seqlens is not None
+    tensors: tuple[Any, ...] = (query, key, value, request.log_decay, request.log_input_gate)
+    causal, padding = request.mask.causal, request.padding
+    packed = request.cu_seqlens is not None
     if packed:
         tensors = tuple(None if x is None else end_to_end(x) for x in tensors)
         causal, padding = True, None
     q, k, v, log_decay, gate = tensors
-    if asked.kept > 0:
-        o = _with_kept_keys(LayerTokens(q, k, v, gate, log_decay), padding, asked.cu_seqlens, asked.kept, asked.options)
+    if request.kept > 0:
+        o = _with_kept_keys(LayerTokens(q, k, v, gate, log_decay), padding, request.cu_seqlens, request.kept, request.options)
     else:
-        of_keys = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": asked.cu_seqlens}
-        o = fastmax_attention(q, k, v, causal=causal, **(asked.options | of_keys))
+        of_keys = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": request.cu_seqlens}
+        o = fastmax_attention(q, k, v, causal=causal, **(request.options | of_keys))
     return rows_again(o, query.shape[0]) if packed else o
 
 
