@@ -16,14 +16,14 @@ from fastmax.integrations.transformers.cache import FastmaxLayer, NewTokens, kep
 from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.gates import DecayGate, Gate, InputGate, refuse_missing
 from fastmax.integrations.transformers.layers import is_causal_self_attention, runs_fastmax
-from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
+from fastmax.integrations.transformers.masks import GAPS, FastmaxMask, fastmax_mask, refuse_where
 from fastmax.integrations.transformers.observation import observer_at_work
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, check_kept_keys, options_of
 from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
 from fastmax.nn import kept_keys
 from fastmax.nn.kept_keys import LayerTokens
 from fastmax.prepare import sharded_dispatch
-from fastmax.prepare.padding import RealFirst
+from fastmax.prepare.padding import RealFirst, begins_of_runs
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
 _OTHER_FUNCTIONS = {
@@ -194,8 +194,16 @@ def _check_context(module: nn.Module, request: _Request, position_ids: Tensor | 
 
 def _refuse_gaps(request: _Request) -> None:
     """Raises an error if padding between real tokens would count as positions. A state and kept keys count real tokens only."""
-    if request.state is None and request.kept == 0 and any(request.options.get(name) for name in validation.OF_POSITIONS):
-        request.mask.refuse_gaps(request.padding, sharded_dispatch.current())
+    if request.state is not None or request.kept > 0 or not any(request.options.get(x) for x in validation.OF_POSITIONS):
+        return
+    if request.padding is None or request.mask.gaps_are_checked:
+        return
+    request.mask.gaps_are_checked = True
+    context = sharded_dispatch.current()
+    if context is None:
+        refuse_where(begins_of_runs(request.padding).sum(1) > 1, GAPS)
+    else:
+        context.refuse_gaps(request.padding, None)
 
 
 def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, request: _Request) -> Tensor:

@@ -19,8 +19,6 @@ from fastmax.core import validation
 from fastmax.integrations.transformers.options import GLOBAL, NAME
 from fastmax.integrations.transformers.packing import ONLY, bounds, differs_from_packing, first_tokens, may_be_packed
 from fastmax.integrations.transformers.unreadable import Unreadable
-from fastmax.prepare.padding import begins_of_runs
-from fastmax.prepare.sharded_dispatch import ParallelContext
 
 
 class FastmaxMask(Unreadable):
@@ -127,22 +125,6 @@ class FastmaxMask(Unreadable):
             real = self.padding[:, -position_ids.shape[-1] :].to(again.device)
             again = again & real[:, 1:] & real[:, :-1]
         refuse_where(again, PACKED)
-
-    def refuse_gaps(self, padding: Tensor | None, context: ParallelContext | None) -> None:
-        """Refuses padding between real tokens, which options that count positions would count, once for all layers that share
-        the mask.
-
-        Args:
-            padding: the mask's, on the device of the queries.
-            context: of `context_parallel`, which looks at the tokens of all ranks.
-        """
-        if padding is None or self.gaps_are_checked:
-            return
-        self.gaps_are_checked = True
-        if context is None:
-            refuse_where(begins_of_runs(padding).sum(1) > 1, GAPS)
-        else:
-            context.refuse_gaps(padding, None)
 
     def hidden(self, new: int) -> tuple[Tensor, Tensor]:
         """Returns a hash of the padding of each row: of the tokens before the last `new`, and of these.
