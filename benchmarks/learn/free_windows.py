@@ -68,6 +68,7 @@ TRIALS = {  # without a GPU
 COMPARED = (
     *("p2_all", "kept_keys", "hybrid", "softmax_sdpa", "softmax_parts", "softmax_parts_sdpa"),
     *("hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_steady", "hybrid_middle", "kept_keys_wide_steady"),
+    "hybrid_steady_gate_wide",
 )
 RATES = (1e-3, 2e-3)
 SHOWN = {"setting": "growing", "lr": 2e-3}  # the runs of the figure

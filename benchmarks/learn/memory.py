@@ -2,8 +2,8 @@
 
 "needle" is the test of that name with a longer training on long windows; in "needle, longer" the training on short windows is
 longer too and has more facts. In "needle, near first" the first windows are so short that the exact window has most facts;
-"needle, near first, longer" has more steps on long windows. "steps" is equal-steps, and "recall" asks for 256 pairs within 4096
-tokens.
+"needle, near first, longer" has more steps on long windows. "steps" is equal-steps, also at a learning rate of 3e-3, and
+"recall" asks for 256 pairs within 4096 tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SETTINGS: dict[str, Setting] = {
     "needle, longer": replace(NEEDLE, short=(needle.Stage(replace(FEW_STEPS, steps=4000, batch=16, rows=20), facts=16),)),
     "needle": NEEDLE,
     "steps": equal_steps.SETTINGS["25M"],
+    "steps, 3e-3": replace(equal_steps.SETTINGS["25M"], lr=3e-3),
     "recall": recall.Setting(
         64,
         train=((64, 4), (256, 32), (1024, 128), (4096, 256)),
@@ -59,6 +60,7 @@ HYBRIDS = (
     *("hybrid_early", "hybrid_middle", "hybrid_one", "hybrid_sdpa", "hybrid_kept_keys_sdpa", "hybrid_kept_keys_256"),
     *("hybrid_steady", "hybrid_kept_keys_steady_softmax", "hybrid_sdpa_256", "hybrid_sdpa_384"),
     *("hybrid_sdpa_early", "hybrid_sdpa_gate", "hybrid_sdpa_wide", "hybrid_sdpa_gate_wide"),
+    *("hybrid_steady_gate_wide", "hybrid_early_gate_wide"),
     *("hybrid_nope", "hybrid_kept_keys_nope", "hybrid_kept_keys_nope_256", "hybrid_kept_keys_nope_steady"),
 )
 SHAPES = ("gate_bound_4", "gate_unbounded", "gate_sigmoid", "gate_low", "gate_high", "gate_bound_16")

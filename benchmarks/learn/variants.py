@@ -305,6 +305,20 @@ VARIANTS = {
         steady_softmax=True,
         as_large_as="p2_all",
     ),
+    "hybrid_steady_gate_wide": Variant(
+        "p = 2, all parts, input gate, half as many heads; "
+        "softmax in every third layer, half of its heads without decay at first",
+        parts={"input_gate": True},
+        wide=True,
+        every=3,
+        steady_softmax=True,
+    ),
+    "hybrid_early_gate_wide": Variant(
+        "p = 2, all parts, input gate, half as many heads; softmax in layers 2 and 6 of 8",
+        parts={"input_gate": True},
+        wide=True,
+        softmax_layers=(1, 5),
+    ),
     "hybrid_kept_keys_steady_softmax": Variant(
         "p = 2, all parts, 256 kept keys; softmax in every third layer, half of its heads without decay at first",
         parts=KEPT,
