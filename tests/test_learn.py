@@ -646,8 +646,8 @@ def test_page_of_large_models(tmp_path):
     key |= {"step": 7, "tokens": 3e6, "seconds": 60.0, "parameters": 2e6}
     values = {("position", 512): 1.9, ("position", 1024): 1.5, ("position", 2048): 1.25, ("loss", 2048): 1.4, ("val", 7): 1.4}
     text = text_of("large", [key | {"measure": name, "at": at, "value": x} for (name, at), x in values.items()], tmp_path)
-    assert "| attention | weights | steps | tokens | loss | at 0.5k to 1k | at 1k to 2k |" in text
-    assert "| softmax, same parts | 2.0 M | 7 | 3.0 M | 1.400 | 1.500 | 1.250 |" in text
+    assert "| attention | weights | seeds | steps | tokens | loss | at 0.5k to 1k | at 1k to 2k |" in text
+    assert "| softmax, same parts | 2.0 M | 1 | 7 | 3.0 M | 1.400 | 1.500 | 1.250 |" in text
 
 
 def test_page_of_memory(tmp_path):

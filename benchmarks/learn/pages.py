@@ -67,13 +67,13 @@ def large(found: pd.DataFrame) -> Lines:
     _check_time(where(found, measure="loss"))
     ends = [at for at in sorted(where(found, measure="position")["at"].unique()) if at >= 1024]
     ranges = [f"{at // 2048}k to {at // 1024}k" if at > 1024 else "0.5k to 1k" for at in ends]
-    yield ["attention", "weights", "steps", "tokens", "loss", *(f"at {x}" for x in ranges)]
+    yield ["attention", "weights", "seeds", "steps", "tokens", "loss", *(f"at {x}" for x in ranges)]
     for name, title in measured.items():
         own = where(found, variant=name)
         loss = where(own, measure="loss")
-        counts = [million(own["parameters"].iloc[0]), f"{loss['step'].mean():.0f}", million(loss["tokens"].mean())]
+        counts = [million(own["parameters"].iloc[0]), str(len(loss)), f"{loss['step'].mean():.0f}", million(loss["tokens"].mean())]
         positions = (seed_values(own, measure="position", at=at).mean() for at in ends)
-        yield [title, *counts, f"{seed_values(own, measure='loss').mean():.3f}", *(f"{x:.3f}" for x in positions)]
+        yield [title, *counts, spread(seed_values(loss), "{:.3f}"), *(f"{x:.3f}" for x in positions)]
 
 
 def _check_time(ends: pd.DataFrame) -> None:
