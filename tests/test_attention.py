@@ -278,6 +278,16 @@ def test_empty_with_options(option, algorithm, custom, device):
     assert empty.grad.shape == empty.shape
 
 
+@by_algorithm
+def test_empty_on_the_meta_device(algorithm):
+    """Without values, a gate may hold NaN, whose rows are then looked up."""
+    q, k, v = (torch.randn(0, 5, 8, device="meta", requires_grad=True) for _ in range(3))
+    gate = torch.zeros(0, 5, device="meta")
+    for custom in (True, False):
+        o = fastmax_attention(q, k, v, causal=True, log_input_gate=gate, use_custom_gradient=custom, algorithm=algorithm)
+        assert o.shape == (0, 5, 8)
+
+
 @by_gradient
 @by_algorithm
 def test_no_keys(algorithm, custom, device):

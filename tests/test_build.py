@@ -90,7 +90,8 @@ def test_arch_flags(build):
     assert build.arch_flags(Path("portable/x.cu"), (86, 90)) == every
     assert build.arch_flags(Path("device.cu"), (86, 90)) == every
     every[1] = "-gencode=arch=compute_90,code=sm_90"
-    (folder,) = build.FRONT_ENDS
+    folder = build.SOURCE_DIR / "linear/order1"
+    assert folder in build.FRONT_ENDS
     assert build.arch_flags(folder / "portable/x.cu", (86, 90)) == every
     assert build.arch_flags(folder / "sm90/x.cu", (86, 90)) == ["-gencode=arch=compute_90a,code=sm_90a"]
     assert build.arch_flags(Path("sm120/x.cu"), (120,)) == ["-gencode=arch=compute_120a,code=sm_120a"]
@@ -106,7 +107,15 @@ def test_only_what_is_said_to_tells_architectures_apart(build):
     assert asks == {"linear/tile_config.h"}
     tiles = r"\b(Linear1|Sum|Walk|PairWalk)Tile\b"
     users = {path for path in build.sources(".cu", (90,)) if re.search(tiles, path.read_text())}
-    assert users and all(path.is_relative_to(folder) for path in users for folder in build.FRONT_ENDS)
+    assert users and all(path.is_relative_to(build.SOURCE_DIR / "linear/order1") for path in users)
+
+
+@pytest.mark.parametrize("archs", [(90,), (86, 100), (80, 90)])
+def test_a_device_that_can_load_the_probe_can_load_all_kernels(build, archs):
+    """The probe has no code for a device that another source has none for."""
+    own = {source: set(build.arch_flags(source, archs)) for source in build.sources(".cu", archs) if build.own_arch(source) is None}
+    oldest = {source: min(re.findall(r"code=compute_(\d+)", " ".join(flags)), key=int) for source, flags in own.items()}
+    assert int(oldest[build.SOURCE_DIR / "core/device.cu"]) == max(map(int, oldest.values()))
 
 
 # ---- the ninja file

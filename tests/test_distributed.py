@@ -243,6 +243,20 @@ def test_the_formula_says_how_many_bytes_are_exchanged(ranks, gate, seed):
             assert received == expected
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "quadratic", "softmax"])
+def test_a_window_longer_than_the_sequence(ranks, kind, causal):
+    """A halo of the window's length would not fit in memory."""
+    longest = 2**31 - 1
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": zigzag_layout(20, 2), "flash": kind == "softmax", "dtype": torch.float64}
+    own = {"window": longest} if case["flash"] else {"algorithm": kind, "exact_window": longest}
+    case["options"] = {"causal": causal} | own
+    check(ranks, case)
+    if not case["flash"]:
+        for received, expected in ranks.run(counted, case, 1 << 40, world=2):
+            assert received == expected
+
+
 def test_compiled_code_calls_it_from_outside(ranks):
     options = {"causal": True, "algorithm": "linear"}
     case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}

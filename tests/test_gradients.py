@@ -244,6 +244,23 @@ def test_vmap_and_constants_under_transforms(custom, device):
     torch.testing.assert_close(slope.double(), 2.0 * constant)
 
 
+@pytest.mark.parametrize("attention", [*ALGORITHMS, "flash"])
+@pytest.mark.parametrize("name", ["log_decay", "log_input_gate", "attention_mask"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@by_gradient
+def test_vmap_over_one_argument_alone(custom, name, attention, device):
+    """q, k and v are not batched."""
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+    of_keys = torch.rand(3, *k.shape[:3], device=device)
+    batch = of_keys[:, :, 0] < 0.7 if name == "attention_mask" else -of_keys
+    function = flash_attention if attention == "flash" else partial(fastmax_attention, algorithm=attention)
+
+    def call(x):
+        return function(q, k, v, causal=True, use_custom_gradient=custom, **{name: x})
+
+    torch.testing.assert_close(torch.func.vmap(call)(batch), torch.stack([call(x) for x in batch]))
+
+
 @by_causal
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 @by_option

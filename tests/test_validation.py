@@ -103,6 +103,9 @@ BAD = {
     "p is a tensor": ({"p": tensor(2)}, ValueError, ["p must", "1 or 2", "(2,)"]),
     "temperature whose inverse is infinite": ({"temperature": 1e-320}, ValueError, ["temperature must", "1e-320"]),
     "a0 beyond floats": ({"a0": 10**400}, ValueError, ["a0 must be finite", "1000", "..."]),
+    "a1 beyond float32": ({"a1": -3.5e38}, ValueError, ["a1 must be a number of float32, at most 3.4028e+38", "-3.5e+38"]),
+    "dropout beyond float32": ({"dropout": 1e39}, ValueError, ["dropout must be a number of float32", "1e+39"]),
+    "temperature whose inverse is beyond float32": ({"temperature": 1e-39}, ValueError, ["temperature must", "1e-39"]),
     "lim without normalize": ({"lim": 0.5}, ValueError, ["lim has no effect without normalize", "0.5"]),
     "noise without dropout": (
         {"drop_noise": tensor(B, H, N, DV)},

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from fastmax.core.call import ALGORITHMS
 from fastmax.core.score import Score
+from fastmax.core.transforms import in_functorch
 from fastmax.core.warning import warn
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NORMALIZE = (False, True, "sequence", "token")
 DEFAULT_LIM = 1.0
 OF_POSITIONS = {"exact_window": 0, "rpe_matrix": None}  # options that compare positions of queries and keys -> their defaults
+LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in float32
 LARGEST_COUNT = 2**31 - 1  # of tokens, channels or batch entries: kernels hold these numbers in 32 bits
 
 _SHORT = reprlib.Repr()
@@ -140,6 +142,8 @@ def _number(name: str, value: object) -> float:
             raise ValueError(f"{name} must be finite as a float, got {describe(value)}") from None
     if not -math.inf < value < math.inf:  # math.isfinite does not take the symbolic floats of torch.compile
         raise ValueError(f"{name} must be finite, got {value}")
+    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
+        raise ValueError(f"{name} must be a number of float32, at most {LARGEST_FLOAT:.5g}, got {value}")
     return value
 
 
@@ -186,8 +190,8 @@ def check_score(temperature: object, a0: object, a1: object, a2: object, p: Any)
     if temperature <= 0.0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
     scale = 1.0 / temperature
-    if scale == math.inf:
-        raise ValueError(f"temperature must be > 0 with a finite inverse, got {temperature}")
+    if scale > LARGEST_FLOAT:
+        raise ValueError(f"temperature must be > 0 with an inverse of at most {LARGEST_FLOAT:.5g}, got {temperature}")
     check_degree(p)
     return Score(scale, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
 
@@ -412,7 +416,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: Tensor, k: Tensor, tokens: int | None =
     n, m = q.shape[-2], k.shape[-2]
     if n != m:
         raise ValueError(f"cu_seqlens takes as many queries as keys, got n = {n} and m = {m}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling() or in_functorch():
         return
     if isinstance(cu_seqlens, torch._subclasses.FakeTensor):
         return

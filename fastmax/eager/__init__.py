@@ -1,15 +1,12 @@
 """Attention, states and their gradients in PyTorch operations, on any device."""
 
+from fastmax.core.transforms import differentiating, in_functorch, is_transformed, recording
 from fastmax.eager import heads, linear, planner, quadratic, row_softmax  # noqa: F401  (submodules, read as attributes)
 from fastmax.eager.attention import backward, forward
 from fastmax.eager.blocks import (
     compute_dtype,
-    differentiating,
     empty_like_layout,
-    in_functorch,
     in_layout_of,
-    is_transformed,
-    recording,
     token_major,
 )
 from fastmax.eager.buffered import buffered_step_

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastmax.core.call import Call
+from fastmax.core.transforms import is_transformed
 from fastmax.eager.decay import Decay, DecayGradient
 from fastmax.eager.input_gate import GateGradient
 from fastmax.eager.tiles import TileGradients, TileInfo
@@ -318,28 +319,6 @@ class Gradients:
         for total, out in zip(self._sums, self._out, strict=True):
             if total is not out:
                 out.copy_(total)
-
-
-def recording(*tensors: Tensor | None) -> bool:
-    """Returns whether autograd or a compiler records operations on these tensors, so that they must not write in place."""
-    return torch.compiler.is_compiling() or differentiating(*tensors)
-
-
-def differentiating(*tensors: Tensor | None) -> bool:
-    """Returns whether autograd records operations on these tensors, in reverse or forward mode or in torch.func."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    return is_transformed()
-
-
-def is_transformed() -> bool:
-    """Returns whether forward mode or a torch.func transform is active."""
-    return torch.autograd.forward_ad._current_level >= 0 or in_functorch()
-
-
-def in_functorch() -> bool:
-    """Returns whether a torch.func transform (grad, vmap, jvp, ...) is active."""
-    return torch._C._are_functorch_transforms_active()  # compilers can trace it, but not a look at the stack
 
 
 Carry = TypeVar("Carry", bound=tuple)  # what a scan carries from step to step

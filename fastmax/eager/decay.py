@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
+from fastmax.core.transforms import in_functorch
 from fastmax.eager.exponential import exp_of_decayed
 from fastmax.eager.workspace import Workspace, buffer
 
@@ -45,7 +46,7 @@ def not_above_zero(log_decay: Tensor) -> Tensor:
 
 def may_hold_nan(x: Tensor) -> bool:
     """Returns whether x holds a NaN; True also if the elements of x cannot be read without synchronisation."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or in_functorch():
         return True
     return not is_at_hand(x) or bool(x.isnan().any())
 

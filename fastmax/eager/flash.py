@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastmax.core.call import Call
 from fastmax.core.score import Softmax, reciprocal
+from fastmax.core.transforms import in_functorch
 from fastmax.eager import tiles
 from fastmax.eager.exponential import exp_of_relative
 from fastmax.eager.workspace import Workspace, buffer
@@ -93,11 +94,15 @@ def _scores(q: Tensor, k: Tensor, info: tiles.TileInfo, workspace: Workspace | N
     hidden = tiles.hide_beyond(heads, info)
     if hidden is not None:
         heads.add_(hidden)
+    if in_functorch():  # as in `tiles.multiplied`
+        add, fill = Tensor.add, Tensor.masked_fill
+    else:
+        add, fill = Tensor.add_, Tensor.masked_fill_
     if info.exponent is not None:
-        heads.add_(info.exponent.unsqueeze(1))
+        s = add(heads, info.exponent.unsqueeze(1)).flatten(1, 2)
     if info.log_gate is not None:
-        s.add_(info.log_gate.mT)
-    return s if info.key_weight is None else s.masked_fill_(info.key_weight.mT == 0, NO_KEYS)
+        s = add(s, info.log_gate.mT)
+    return s if info.key_weight is None else fill(s, info.key_weight.mT == 0, NO_KEYS)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def with_nan_rows(o: Tensor, z: Tensor, call: Call, in_place: bool) -> tuple[Ten
     if is_nan is None:
         return o, z
     factor = torch.where(is_nan, torch.nan, torch.ones((), dtype=z.dtype, device=z.device))
-    factor = factor.repeat_interleave(z.shape[1] // is_nan.shape[1], dim=1)
+    factor = factor.repeat_interleave(z.shape[1] // max(1, is_nan.shape[1]), dim=1)
     if in_place:
         return o.mul_(factor.unsqueeze(-1)), z.mul_(factor)
     return (o * factor.unsqueeze(-1)).to(o.dtype), z * factor

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastmax.core.call import CONTINUED, Call
 from fastmax.core.score import Score
+from fastmax.core.transforms import recording
 from fastmax.eager import linear, tiles
 from fastmax.eager.blocks import (
     Gradients,
@@ -23,7 +24,6 @@ from fastmax.eager.blocks import (
     compute_dtype,
     empty_like_layout,
     head_groups,
-    recording,
     to_blocks,
 )
 from fastmax.eager.decay import QueryPairs, may_hold_nan

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from fastmax.core.call import Call
 from fastmax.core.score import Score, quotient, reciprocal
+from fastmax.core.transforms import in_functorch
 from fastmax.eager.exponential import exp_of_decayed
 from fastmax.eager.workspace import Workspace, buffer
 
@@ -175,17 +176,22 @@ def _decay_factors(info: TileInfo, workspace: Workspace | None) -> Tensor | None
 
 
 def _hide(x: Tensor, info: TileInfo, decay: Tensor | None) -> Tensor:
-    """Multiplies weights, or gradients of scores, in place by the masks, decay factors, key weights and gates."""
+    """Multiplies weights, or gradients of scores, by the masks, decay factors, key weights and gates, in place if possible."""
     rows = x.unflatten(1, (info.group, -1))
     if info.diagonal is not None and info.diagonal < x.shape[-1] - 1:
         rows.tril_(info.diagonal)
     if decay is not None:
-        rows.mul_(decay)
+        x = multiplied(rows, decay).flatten(1, 2)
     factor = info.key_weight
     if info.log_gate is not None:
         gate = info.log_gate.exp()
         factor = gate if factor is None else factor * gate
-    return x if factor is None else x.mul_(factor.mT)
+    return x if factor is None else multiplied(x, factor.mT)
+
+
+def multiplied(x: Tensor, factor: Tensor) -> Tensor:
+    """Returns x * factor. x is overwritten, except under vmap: if the factor alone is batched, x has no room for the product."""
+    return x * factor if in_functorch() else x.mul_(factor)
 
 
 def hide_beyond(heads: Tensor, info: TileInfo) -> Tensor | None:
