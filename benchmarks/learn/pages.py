@@ -71,7 +71,8 @@ def large(found: pd.DataFrame) -> Lines:
     for name, title in measured.items():
         own = where(found, variant=name)
         loss = where(own, measure="loss")
-        counts = [million(own["parameters"].iloc[0]), str(len(loss)), f"{loss['step'].mean():.0f}", million(loss["tokens"].mean())]
+        steps, tokens = loss[["step", "tokens"]].mean()
+        counts = [million(own["parameters"].iloc[0]), str(len(loss)), f"{steps:.0f}", million(tokens)]
         positions = (seed_values(own, measure="position", at=at).mean() for at in ends)
         yield [title, *counts, spread(seed_values(loss), "{:.3f}"), *(f"{x:.3f}" for x in positions)]
 
