@@ -234,12 +234,37 @@ def cuda(results: Results) -> Lines:
 
 def cuda_memory(results: Results) -> str:
     row = results.row("cuda", provider="fastmax", mode="memory")
-    return f"{size(row.case)}: {row.median:.0f} MiB, {row.of_peer:.2f} times cuDNN's"
+    return f"{row.median:.0f} MiB, {row.of_peer:.2f} times cuDNN's, at commit {row.commit}"
 
 
 def cuda_host(results: Results) -> str:
     row = results.row("cuda", provider="fastmax", mode="host")
     return f"{row.median:.0f} us, {row.of_peer:.2f} times SDPA's"
+
+
+def eager_break_even(results: Results) -> str:
+    """The n from which softmax takes longer on the device than an eager call of fastmax takes on the host, 16 heads of 64."""
+    softmax = results.medians("scaling", "tokens", provider=SDPA, head_dim=64, mode="fwd+bwd")
+    host = results.median("cuda", provider="fastmax", mode="host") / 1e3
+    return _faster_from(softmax, pd.Series(host, index=softmax.index), "below {}")
+
+
+def lead_at_128(results: Results) -> str:
+    """By how much p = 2 is faster than softmax at head_dim 128: up to 16k tokens, at 16k and at 32k."""
+    same = {"head_dim": 128, "mode": "fwd+bwd"}
+    ours, softmax = (results.medians("scaling", "tokens", provider=name, **same) for name in ("fastmax_p2", SDPA))
+    leads = (softmax / ours - 1).loc[:32768]
+    least, most = (round(100 * x) for x in (leads.loc[:16384].min(), leads.loc[:16384].max()))
+    level = f"{number(ours[16384])} against {number(softmax[16384])} ms at 16k"
+    return f"{least} to {most}% up to 16k tokens ({level}) and {leads[32768]:.0%} at 32k"
+
+
+def scaling_memory(d: int, results: Results) -> str:
+    """Peak memory of p = 2 over that of cuDNN: the range over the lengths, and at 64k."""
+    same = {"head_dim": d, "mode": "memory"}
+    ours, cudnn = (results.medians("scaling", "tokens", provider=name, **same) for name in ("fastmax_p2", "sdpa_cudnn"))
+    times = ours / cudnn
+    return f"{times.min():.2f} to {times.max():.2f} ({times[65536]:.2f} at 64k)"
 
 
 @as_table("crossover")
@@ -348,11 +373,11 @@ def options(results: Results) -> Lines:
         yield [row.case, row.mode.removeprefix(SUSTAINED), *map(number, times), *ratios]
 
 
-def layer_options_cost(results: Results) -> str:
-    """The time of a call with decay and an exact window, forward + backward, and its ratio to a call with neither."""
-    same = {"case": "log_decay, exact window bf16 p=2 linear (1,32,65536,64)", "mode": SUSTAINED + "fwd+bwd"}
+def layer_options_cost(size: str, results: Results) -> str:
+    """The time of forward and backward with decay and an exact window, and that of a call with neither."""
+    same = {"case": f"log_decay, exact window bf16 p=2 {size}", "mode": SUSTAINED + "fwd+bwd"}
     with_both, without = (results.median("options", provider=name, **same) for name in ("fastmax_decay_window", "fastmax"))
-    return f"{number(with_both)} ms, without them {number(without)} in the same run"
+    return f"{number(with_both)} ms with both, {number(without)} ms without"
 
 
 def layer_cost(results: Results) -> str:
@@ -409,6 +434,14 @@ def generation(results: Results) -> Lines:
             continue
         mib = (note.split()[-2] for note in (row.note, softmax["note"]))
         yield [*cell, number(softmax["median"]), gain(softmax["median"] / row.median), " / ".join(mib)]
+
+
+def generation_at(tokens: int, results: Results) -> str:
+    """The time of a token after a context of this many tokens, with a state and with a cache, for 1 and for 64 sequences."""
+    same = {"tokens": tokens, "provider": ("softmax_flash", "softmax_cudnn")}
+    ours = results.medians("generation", "batch", tokens=tokens, provider="p2_all")
+    softmax = results.medians("generation", "batch", **same)
+    return " and ".join(f"{number(ours[batch])} against {number(softmax[batch])} us" for batch in (1, 64))
 
 
 def auto_on_the_cpu(results: Results) -> str:
@@ -600,7 +633,7 @@ def recall_of(name: str, results: Results) -> str:
 
 @as_table("flash")
 def flash(results: Results) -> Lines:
-    columns = ["flash_attention", "Fastmax p = 2, quadratic", "SDPA flash", "SDPA cuDNN", "of SDPA flash"]
+    columns = ["flash_attention", "Fastmax p = 2, quadratic", "SDPA flash", "SDPA cuDNN", "of SDPA cuDNN"]
     yield ["(b, h, n, d)", *columns]
     for row in results.rows("flash", provider="fastmax_flash", mode="fwd").itertuples():
         ours, sdpa, cudnn = (
@@ -608,7 +641,14 @@ def flash(results: Results) -> Lines:
         )
         same = {key: getattr(row, key) for key in ("batch", "heads", "tokens", "head_dim")}
         polynomial = results.pair("cuda", provider="fastmax", algorithm="quadratic", **same)
-        yield [size(row.case), *map(both, (ours, polynomial, sdpa, cudnn)), both(ours / sdpa, "{:.2f}".format)]
+        yield [size(row.case), *map(both, (ours, polynomial, sdpa, cudnn)), both(ours / cudnn, "{:.2f}".format)]
+
+
+def flash_polynomial_commit(results: Results) -> str:
+    """The commit of the column of the polynomial in the table `flash`."""
+    same = {"algorithm": "quadratic", "tokens": 4096, "head_dim": (64, 128), "mode": ("fwd", "fwd+bwd")}
+    rows = results.rows("cuda", provider="fastmax", **same)
+    return " and ".join(rows["commit"].unique())
 
 
 def flash_range(results: Results) -> str:
@@ -668,7 +708,8 @@ _LOSSES = ["loss (nats per byte)", "of the last quarter of positions"]
 # Name in a mark of a page: "-" for "_" in the name of a function
 _NAMED = (
     *(break_even, train_break_even, attention, attention_of_65536, cuda, cuda_memory, cuda_host, crossover, decode_rate),
-    *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_options_cost, layer_cost, layer_steps),
+    *(eager_break_even, lead_at_128),
+    *(decode_gain, decode_context, ancestor, peers, train, cpu, options, layer_cost, layer_steps),
     *(generation, auto_on_the_cpu),
     *(
         distributed,
@@ -681,8 +722,8 @@ _NAMED = (
         char_lm_texts,
         char_lm_seeds,
     ),
-    *(far_keys_gain, conversion_swapped, conversion_ends, flash, flash_range, row_softmax, traffic, traffic_formula),
-    *(cpu_device,),
+    *(far_keys_gain, conversion_swapped, conversion_ends, flash, flash_polynomial_commit, flash_range, row_softmax),
+    *(traffic, traffic_formula, cpu_device),
 )
 
 # Name in a mark of a page -> function that returns its text
@@ -695,6 +736,11 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "recall-scales": partial(whole, "docs/figures/recall_scales.csv", _PAIRS, "{:.0%}"),
     "recall-rms": partial(recall_of, "RMS-normalised, temperature 1"),
     "recall-token": partial(recall_of, 'as projected, normalize="token", temperature 1'),
+    "layer-options-cost": partial(layer_options_cost, "linear (1,32,65536,64)"),
+    "layer-options-cost-1k": partial(layer_options_cost, "quadratic (32,32,1024,64)"),
+    **{f"scaling-memory-{d}": partial(scaling_memory, d) for d in (32, 64, 128)},
+    "generation-at-1k": partial(generation_at, 1024),
+    "generation-at-4k": partial(generation_at, 4096),
     "state-at-64": lambda results: f"{_state_bytes(64, 2) / 1e3:.0f} kB",
     "matmul-rate": lambda results: f"{MATMUL['bf16'] / 1e12:.0f}",
     "copy-rate": lambda results: f"{COPY / 1e12:.2f}",
