@@ -124,8 +124,8 @@ def step_(
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
         RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`. Or the state was
-            made in inference mode, which has ended, and has an exact window or positions. Or a CUDA graph is captured, and the
-            state has no `local_gates` yet.
+            made in inference mode, which has ended, and PyTorch operations would have to write it: use `state.clone()`. Or a
+            CUDA graph is captured, and the state has no `local_gates` yet.
     """
     options = {"attention_mask": attention_mask, "log_decay": log_decay, "log_input_gate": log_input_gate}
     return step_with_lse_(q, k, v, state, **options)[0]
