@@ -35,6 +35,21 @@ def describe(value: object) -> str:
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
+def entries_of(value: Any, accepted: str) -> list:
+    """Returns the entries of an iterable. A string is refused, and so are tensors and arrays without dimensions.
+
+    Args:
+        accepted: beginning of the message of the error, which says what the argument must be.
+    """
+    try:
+        entries = None if isinstance(value, str) else iter(value)
+    except TypeError:
+        entries = None
+    if entries is None:
+        raise TypeError(f"{accepted}, got {describe(value)}")
+    return list(entries)
+
+
 def _check_tensor(name: str, value: object, accepted: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be {accepted}, got {describe(value)}")
