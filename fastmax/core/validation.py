@@ -189,6 +189,19 @@ def check_dtype(name: str, dtype: object) -> None:
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
 
 
+def check_device(device: Any) -> None:
+    """Checks that a value is a device of PyTorch or None. Whether the device is there shows when memory is allocated."""
+    if device is None or isinstance(device, torch.device):
+        return
+    accepted = 'device must be None, a torch.device, a name such as "cuda:0" or the index of an accelerator'
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise TypeError(f"{accepted}, got {describe(device)}")
+    try:
+        torch.device(device)
+    except (RuntimeError, ValueError) as error:  # a ValueError for large ints
+        raise ValueError(f"{accepted}, got {describe(device)}") from error
+
+
 def check_degree(p: Any) -> None:
     """Checks that p is 1 or 2."""
     if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):

@@ -243,6 +243,7 @@ class FastmaxSelfAttention(nn.Module):
 
         if dtype is not None:
             validation.check_dtype("dtype", dtype)
+        validation.check_device(device)
         made = {"device": device, "dtype": dtype}
         channels, output_channels = sum(self.widths), num_heads * value_dim
         self.qkv_proj = nn.Linear(embed_dim, channels, bias, **made)
@@ -322,6 +323,7 @@ class FastmaxSelfAttention(nn.Module):
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
+        validation.check_device(device)
         validation.check_count("batch", batch, least=0)
         sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
         state: DecodeState | KeyValueCache
