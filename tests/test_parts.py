@@ -68,7 +68,17 @@ class Doubled(nn.RMSNorm):
         return 2 * super().forward(x)
 
 
+class OfSize(nn.Module):
+    """Has an attribute of the name that PyTorch's norms have, of another type."""
+
+    normalized_shape = 8
+
+    def forward(self, x):
+        return 3 * x
+
+
 NORMS = {
+    "a class of one's own": (lambda width: OfSize(), lambda x: 3 * x),
     "subclass": (lambda width: Doubled(width, 1e-6), lambda x: 2 * F.rms_norm(x, x.shape[-1:], eps=1e-6)),
     "LayerNorm": (nn.LayerNorm, lambda x: F.layer_norm(x, x.shape[-1:])),
     "none": (lambda width: nn.Identity(), lambda x: x),

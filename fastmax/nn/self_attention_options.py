@@ -94,11 +94,9 @@ def _check_norm(layer: FastmaxSelfAttention, name: str, value: nn.Module) -> Non
     width = layer.value_dim if name == "output_norm" else layer.head_dim
     if isinstance(value, _NORMS_OVER_TOKENS):
         raise ValueError(f"{name} must normalise each head of a token by itself, got {validation.describe(value)}")
-    shape = getattr(value, "normalized_shape", (width,))
-    if shape != (width,):
-        raise ValueError(
-            f"{name} must normalise heads of {width} channels, got {type(value).__name__} with normalized_shape {shape}"
-        )
+    if isinstance(value, (nn.RMSNorm, nn.LayerNorm)) and value.normalized_shape != (width,):
+        got = f"{type(value).__name__} with normalized_shape {value.normalized_shape}"
+        raise ValueError(f"{name} must normalise heads of {width} channels, got {got}")
 
 
 def _check_convolution(layer: FastmaxSelfAttention, name: str, value: nn.Module) -> None:
