@@ -208,11 +208,14 @@ def test_generation_after_a_swap():
         ({"temperature": -1.0}, ValueError, "temperature must be > 0"),
         ({"decay": 1}, TypeError, "decay"),
         ({"decay": True, "longest_half_life": 0.0}, ValueError, "longest_half_life"),
+        ({"decay": True, "longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens, got 3.0"),
         ({"layers": [3]}, ValueError, "layers must be from 0 to 2.*blocks.0.*got 3"),
         ({"layers": [-1]}, ValueError, "layers must be from 0 to 2"),
         ({"layers": ["blocks"]}, ValueError, "layers.*got 'blocks'"),
         ({"layers": [True]}, TypeError, "layers"),
         ({"layers": "blocks.0"}, TypeError, "layers"),
+        ({"layers": torch.tensor(1)}, TypeError, r"layers must be .*got a tensor of shape \(\)"),
+        ({"layers": 1}, TypeError, r"layers must be .*got 1"),
         ({"layers": []}, ValueError, "layers must hold at least one"),
         ({"kept_keys": -1}, ValueError, "kept_keys must be at least 0, got -1"),
         (
@@ -228,6 +231,28 @@ def test_swap_refuses_and_leaves_the_model(options, error, message):
     with pytest.raises(error, match=message):
         convert.swap(model, **options)
     assert equal(before, snapshot(model)) and repr(model) == described
+
+
+@pytest.mark.parametrize(
+    "attribute", ["options", "attention", "decay_proj", "longest_half_life", "input_gate_proj", "kept_keys"]
+)
+def test_swap_that_is_interrupted_leaves_the_model(attribute):
+    class Failing(FastmaxSelfAttention):
+        def __setattr__(self, name, value):
+            if name == attribute and failing:
+                failing.clear()
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    failing, x = [], tokens()
+    model = make(**PARTS)
+    model.blocks[1].__class__ = Failing
+    before, described, expected = snapshot(model), repr(model), model(x)
+    failing.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        convert.swap(model, decay=True, kept_keys=2)
+    assert not failing and equal(before, snapshot(model)) and repr(model) == described and torch.equal(model(x), expected)
+    assert {block.longest_half_life for block in model.blocks} == {1024.0}
 
 
 @pytest.mark.parametrize(
@@ -721,7 +746,7 @@ def test_input_gates_of_a_hugging_face_model(llama):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layers, decay", [([7], False), (["a"], False), (1, False), ([1, 7], True)])
+@pytest.mark.parametrize("layers, decay", [([7], False), (["a"], False), (1, False), (torch.tensor(1), False), ([1, 7], True)])
 def test_a_hugging_face_model_is_left_as_it_was(llama, layers, decay):
     before, config = snapshot(llama), llama.config.to_dict()
     with pytest.raises((ValueError, TypeError), match="layers must be"):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import prune
 from torch.testing import assert_close
 
 from fastmax import FastmaxSelfAttention, FASTMultiHeadAttention
@@ -181,6 +182,24 @@ def test_fully_sharded(heads_too):
     run(check_fully_sharded, 4 if heads_too else 3, LAYERS["defaults"], heads_too)
 
 
+def check_fully_sharded_parts(group):
+    layer = make_layer({"exact_window": 3, "input_gate": True})
+    parallel, x = copy.deepcopy(layer), torch.randn(3, 9, 32, dtype=torch.float64)
+    for part in ("decay_proj", "input_gate_proj", "q_norm", "output_norm", "conv"):
+        fully_shard(getattr(parallel, part), mesh=mesh_of(group))
+    fully_shard(parallel, mesh=mesh_of(group))
+    assert_close(layer(x), parallel(x), **EXACT)
+    for module in (layer, parallel):
+        module(x).pow(2).mean().backward()
+    for (name, parameter), got in zip(layer.named_parameters(), parallel.parameters(), strict=True):
+        assert_close(parameter.grad, got.grad.full_tensor(), **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_fully_sharded_parts():
+    """Each part gathers its weights in hooks of its own."""
+    run(check_fully_sharded_parts, 2)
+
+
 def check_refusals(group):
     layer, mesh = make_layer(LAYERS["defaults"]), mesh_of(group)
     x = torch.randn(2, 9, 32, dtype=torch.float64)
@@ -188,6 +207,8 @@ def check_refusals(group):
     cut = parallelize_module(make_layer({"decay": False}), mesh, {"qkv_proj": column})
     parallel = parallelize_module(copy.deepcopy(layer), mesh, TensorParallel())
     whole = parallelize_module(make_layer({}), mesh, {"qkv_proj": ColwiseParallel(use_local_output=False)})
+    pruned = make_layer({})
+    prune.l1_unstructured(pruned.decay_proj, "weight", 0.5)
     return messages(
         [
             lambda: parallelize_module(nn.Linear(3, 3), mesh, TensorParallel()),
@@ -196,6 +217,7 @@ def check_refusals(group):
             lambda: whole(x),
             lambda: parallel.step_(x[:, :1], parallel.init_state(2)),
             lambda: parallelize_module(parallel, mesh, TensorParallel()),
+            lambda: parallelize_module(pruned, mesh, TensorParallel()),
         ]
     )
 
@@ -209,6 +231,7 @@ def test_refuses_by_name():
         "qkv_proj must be a torch.Tensor here, got a DTensor: to shard the heads",
         "weight must be a torch.Tensor here, got a DTensor",
         "TensorParallel needs a layer whose weights are plain tensors, got DTensors: qkv_proj.weight, ",
+        "TensorParallel needs parts whose parameters are weight and bias, got decay_proj.weight_orig",
     )
 
 

@@ -417,7 +417,7 @@ def test_input_gates_not_added_twice():
     assert len(gates(model)) == 2 and "log_decay" in model.config.fastmax  # beside constant decays
 
 
-@pytest.mark.parametrize("layers", [5, "01", {"0": 1}, [0, "1"], [True], [1.0]], ids=repr)
+@pytest.mark.parametrize("layers", [5, "01", {"0": 1}, [0, "1"], [True], [1.0], torch.tensor(1)], ids=repr)
 def test_layers_of_another_kind(layers):
     model = llama()
     with pytest.raises(TypeError, match="layers must be indices of attention layers of LlamaForCausalLM, or None, got "):

@@ -452,6 +452,27 @@ def swapped():
     layer(torch.ones(3, 1, 8))
 
 
+@pytest.mark.parametrize("device", ["x", "", "cpu:-1", -1, 10**29, 1.5, True, [1], torch.ones(2)], ids=str)
+def test_devices_that_do_not_exist(device):
+    layers = [fastmax.FastmaxSelfAttention(8, 2, attention=attention) for attention in ("fastmax", "softmax")]
+    error, got = (ValueError if type(device) in (str, int) else TypeError), re.escape(validation.describe(device))
+    for call in (
+        lambda: fastmax.FastmaxSelfAttention(8, 2, device=device),
+        lambda: fastmax.decoding.init_state(1, 2, 4, device=device),
+        *(partial(layer.init_state, 1, device=device) for layer in layers),
+        *(partial(layer.init_state(1).to, device) for layer in layers),
+    ):
+        with pytest.raises(error, match=f'device must be None, a torch.device, a name such as "cuda:0" .*got {got}'):
+            call()
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", "meta", torch.device("meta")], ids=str)
+def test_devices(device):
+    kind = "meta" if "meta" in str(device) else "cpu"
+    assert fastmax.FastmaxSelfAttention(8, 2, device=device).qkv_proj.weight.device.type == kind
+    assert fastmax.FastmaxSelfAttention(8, 2).init_state(1, device=device).device.type == kind
+
+
 CALLS = {
     "function": (lambda: fastmax_attention(**good(), p=1), 0),
     "leak": (lambda: fastmax_attention(**good(), causal=True, normalize=True), 0),

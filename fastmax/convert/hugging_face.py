@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fastmax.convert.masks import MaskOfTeacher
+from fastmax.core import validation
 from fastmax.integrations.transformers import add_decay, add_input_gate, options
 from fastmax.integrations.transformers.gates import DecayGate, InputGate
 from fastmax.integrations.transformers.layers import (
@@ -50,7 +51,8 @@ def swap(
     before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
     if any(implementation == options.NAME for _, implementation, _ in before):
         raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
-    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
+    if layers is not None and not isinstance(layers, str):
+        layers = validation.entries_of(layers, 'layers must be indices of layers, "global" or None')
     chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers, "kept_keys": kept_keys}
     of_configs = options_of_parts(model, configs, chosen)
     merged = [_merged(config, {"kept_keys": 0} | of_config) for config, of_config in zip(configs, of_configs, strict=True)]

@@ -11,7 +11,7 @@ from fastmax.convert.layers import check_module, hugging_face, is_of_transformer
 from fastmax.core import validation
 from fastmax.nn.gates import biases_of_half_lives, zero_gate
 from fastmax.nn.self_attention import FastmaxSelfAttention
-from fastmax.nn.self_attention_options import DEFAULT_EXACT_WINDOW, options_of_fastmax
+from fastmax.nn.self_attention_options import DEFAULT_EXACT_WINDOW, check_half_life, options_of_fastmax
 
 SHORTEST_NEW_HALF_LIFE = 1 / 8  # shortest half-life of new gates, relative to the longest
 
@@ -42,8 +42,9 @@ def swap(
             models, as the option `layers` of `fastmax.integrations.transformers.configure`. None: all.
         temperature: temperature of `fastmax_attention`, for keys in the window too. None: that of softmax, `sqrt(head_dim)`.
         decay: add decay gates to layers that have none. At first they do not depend on x.
-        longest_half_life: half-life of the slowest head of new gates, in tokens. The half-lives of a layer's heads are spaced
-            geometrically from an eighth of it.
+        longest_half_life: half-life of the slowest head of new gates, in tokens; at least 4 in a `FastmaxSelfAttention`. The
+            half-lives of a layer's heads are spaced geometrically from an eighth of it, where `reset_parameters`, which makes
+            a new layer, starts at 4 tokens.
         input_gate: add input gates. At first they multiply by 1. None: only with `kept_keys`.
         kept_keys: number of keys beyond the window that are also weighted by exp(s), as in `FastmaxSelfAttention`. It needs
             input gates.
@@ -69,21 +70,27 @@ def swap(
         half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
         return hugging_face().swap(model, exact_window, layers, temperature, half_lives, input_gate, kept_keys)
 
+    check_half_life(longest_half_life)
     chosen = _chosen(_softmax_layers(model), layers)
-    options = {
-        name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
-    }
+    before = [(layer, dict(vars(layer)), dict(layer._modules)) for layer in chosen.values()]
     gates: list[str] = []
-    for name, layer in chosen.items():
-        layer.options = options[name]
-        layer.attention = "fastmax"
-        if decay and layer.decay_proj is None:
-            layer.decay_proj, layer.longest_half_life = _new_decay_gate(layer, longest_half_life), float(longest_half_life)
-            gates.append(f"{name}.decay_proj")
-        if input_gate:
-            layer.input_gate_proj = _new_gate(layer)
-            gates.append(f"{name}.input_gate_proj")
-        layer.kept_keys = kept_keys
+    try:
+        for name, layer in chosen.items():
+            layer.options = options_of_fastmax(layer.head_dim, exact_window, temperature=temperature)
+            layer.attention = "fastmax"
+            if decay and layer.decay_proj is None:
+                layer.decay_proj, layer.longest_half_life = _new_decay_gate(layer, longest_half_life), float(longest_half_life)
+                gates.append(f"{name}.decay_proj")
+            if input_gate:
+                layer.input_gate_proj = _new_gate(layer)
+                gates.append(f"{name}.input_gate_proj")
+            layer.kept_keys = kept_keys
+    except BaseException:
+        for layer, attributes, modules in before:
+            for current, restored in ((vars(layer), attributes), (layer._modules, modules)):
+                current.clear()
+                current.update(restored)
+        raise
     return [f"{gate}.{part}".lstrip(".") for gate in gates for part in ("weight", "bias")]
 
 
@@ -103,10 +110,8 @@ def _softmax_layers(model: nn.Module) -> dict[str, FastmaxSelfAttention]:
 def _chosen(found: dict[str, nn.Module], layers: Iterable[int | str] | None) -> dict[str, nn.Module]:
     if layers is None:
         return found
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise TypeError(f"layers must be indices or names of layers, or None, got {validation.describe(layers)}")
     names, chosen = list(found), {}
-    for layer in layers:
+    for layer in validation.entries_of(layers, "layers must be indices or names of layers, or None"):
         if isinstance(layer, bool) or not isinstance(layer, (int, str)):
             raise TypeError(f"layers must be indices or names of layers, got {validation.describe(layer)}")
         if layer not in (names if isinstance(layer, str) else range(len(names))):

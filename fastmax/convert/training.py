@@ -18,9 +18,8 @@ def named(model: nn.Module, parameters: Iterable[str]) -> dict[str, nn.Parameter
     Raises:
         TypeError, ValueError: there are no names, or one is not that of a parameter.
     """
-    if isinstance(parameters, str) or not isinstance(parameters, Iterable):
-        raise TypeError(f"parameters must be names of parameters, got {validation.describe(parameters)}")
-    parameters, known = list(parameters), dict(model.named_parameters())
+    parameters = validation.entries_of(parameters, "parameters must be names of parameters")
+    known = dict(model.named_parameters())
     for name in parameters:
         if name not in known:
             raise ValueError(f"parameters must be names of the model's parameters, got {validation.describe(name)}")

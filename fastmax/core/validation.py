@@ -37,6 +37,21 @@ def describe(value: object) -> str:
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
+def entries_of(value: Any, accepted: str) -> list:
+    """Returns the entries of an iterable. A string is refused, and so are tensors and arrays without dimensions.
+
+    Args:
+        accepted: beginning of the message of the error, which says what the argument must be.
+    """
+    try:
+        entries = None if isinstance(value, str) else iter(value)
+    except TypeError:
+        entries = None
+    if entries is None:
+        raise TypeError(f"{accepted}, got {describe(value)}")
+    return list(entries)
+
+
 def _check_tensor(name: str, value: object, accepted: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be {accepted}, got {describe(value)}")
@@ -176,6 +191,19 @@ def check_dtype(name: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         got = dtype if isinstance(dtype, torch.dtype) else describe(dtype)
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
+
+
+def check_device(device: Any) -> None:
+    """Checks that a value is a device of PyTorch or None. Whether the device is there shows when memory is allocated."""
+    if device is None or isinstance(device, torch.device):
+        return
+    accepted = 'device must be None, a torch.device, a name such as "cuda:0" or the index of an accelerator'
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise TypeError(f"{accepted}, got {describe(device)}")
+    try:
+        torch.device(device)
+    except (RuntimeError, ValueError) as error:  # a ValueError for large ints
+        raise ValueError(f"{accepted}, got {describe(device)}") from error
 
 
 def check_degree(p: Any) -> None:

@@ -128,6 +128,7 @@ class BatchState:
             device, dtype = None, device
         dtype = self.dtype if dtype is None else dtype
         validation.check_dtype("dtype", dtype)
+        validation.check_device(device)
         return self._moved(device, dtype, non_blocking)
 
     def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> Self:

@@ -55,6 +55,7 @@ def init_state(
     for name, size in sizes.items():
         validation.check_count(name, size, least=0 if name == "batch" else 1)
     validation.check_dtype("dtype", dtype)
+    validation.check_device(device)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
     if kind == "sequence":

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Re
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fastmax.nn.self_attention import FastmaxSelfAttention
+from fastmax.nn.self_attention_options import PARTS
 
 
 class TensorParallel(ParallelStyle):
@@ -22,7 +23,8 @@ class TensorParallel(ParallelStyle):
 
     Raises:
         TypeError: the module is not a FastmaxSelfAttention.
-        ValueError: the mesh has more than one dimension, or its size does not divide `num_kv_heads`; the weights are DTensors.
+        ValueError: the mesh has more than one dimension, or its size does not divide `num_kv_heads`; the weights are DTensors;
+            a part has parameters other than a weight and a bias (LoRA, pruning), whose placement is unknown.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -37,6 +39,9 @@ class TensorParallel(ParallelStyle):
             raise ValueError(
                 f"TensorParallel needs a layer whose weights are plain tensors, got DTensors: {', '.join(sharded)}"
             )
+        known = {f"{part}.{leaf}" for part in PARTS for leaf in ("weight", "bias")}
+        if others := [name for name, _ in module.named_parameters() if name not in known]:
+            raise ValueError(f"TensorParallel needs parts whose parameters are weight and bias, got {', '.join(others)}")
         heads = _Heads(module, device_mesh)
         own = {"num_heads": module.num_heads // ranks, "num_kv_heads": module.num_kv_heads // ranks}
         vars(module).update(own)  # type: ignore[attr-defined]  # the layer refuses to set them, since its weights have sizes

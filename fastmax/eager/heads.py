@@ -100,7 +100,7 @@ def split_heads(
     dtype = qkv.dtype
     if conv_weight is not None:
         qkv = convolve(qkv, conv_weight, recent, places)
-    q, k, v = _heads(qkv, heads, kv_heads, head_dim)
+    q, k, v = heads_of(qkv, heads, kv_heads, head_dim)
     q = q if q_weight is None else rms_norm(q, q_weight, q_eps)
     k = k if k_weight is None else rms_norm(k, k_weight, k_eps)
     if cos is not None and sin is not None:
@@ -113,7 +113,7 @@ def value_dim_of(channels: int, heads: int, kv_heads: int, head_dim: int) -> int
     return (channels - (heads + kv_heads) * head_dim) // kv_heads
 
 
-def _heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of the heads of q, k and v."""
     of_q, of_k = heads * head_dim, kv_heads * head_dim
     value_dim = value_dim_of(qkv.shape[-1], heads, kv_heads, head_dim)
@@ -152,7 +152,7 @@ def split_heads_backward(
         convolved = convolve(x, weight.unsqueeze(1), None if recent is None else recent.to(wide), places)
     of_heads, of_norms = [], []
     norms = ((q_weight, q_eps), (k_weight, k_eps), (None, 0.0))
-    for i, rows in enumerate(_heads(convolved, heads, kv_heads, head_dim)):
+    for i, rows in enumerate(heads_of(convolved, heads, kv_heads, head_dim)):
         given = grads[i]
         grad = torch.zeros_like(rows) if given is None else given.to(wide)
         if i < 2 and cos is not None and sin is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fastmax.nn.plain import call_part, is_plain
 
 SHORTEST_HALF_LIFE = 4.0  # tokens
 STEADY_HALF_LIFE = 2.0**24  # tokens: hardly any decay over a context
@@ -28,17 +31,34 @@ def log_input_gate_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _log_input_gate(_per_head(x, weight, bias))
 
 
-def log_gates_of(x: Tensor, decay: nn.Linear | None, input_gate: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the results of `log_decay_of` and `log_input_gate_of` for two linear maps, None where there is none.
+def log_gates_of(
+    x: Tensor, decay: nn.Module | None, input_gate: nn.Module | None, heads: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the results of `log_decay_of` and `log_input_gate_of` for two maps of x, None where there is none.
 
-    Two maps become one, which reads x once and has one gradient of x.
+    Two linear maps become one, which reads x once and has one gradient of x. A map that is no plain `nn.Linear` is called.
+
+    Raises:
+        ValueError: a call returns something else than (b, n, heads).
     """
-    if decay is None or input_gate is None:
-        log_decay = None if decay is None else log_decay_of(x, decay.weight, decay.bias)
-        return log_decay, None if input_gate is None else log_input_gate_of(x, input_gate.weight, input_gate.bias)
-    weight, bias = (torch.cat([getattr(linear, name) for linear in (decay, input_gate)]) for name in ("weight", "bias"))
-    of_decay, of_gate = _per_head(x, weight, bias).split([len(decay.weight), len(input_gate.weight)], dim=-1)
-    return F.logsigmoid(of_decay), _log_input_gate(of_gate)
+    if _is_linear(decay) and _is_linear(input_gate):
+        weight, bias = (torch.cat([getattr(linear, name) for linear in (decay, input_gate)]) for name in ("weight", "bias"))
+        of_decay, of_gate = _per_head(x, weight, bias).split([len(decay.weight), len(input_gate.weight)], dim=-1)
+    else:
+        of_decay, of_gate = _of_map("decay_proj", decay, x, heads), _of_map("input_gate_proj", input_gate, x, heads)
+    return None if of_decay is None else F.logsigmoid(of_decay), None if of_gate is None else _log_input_gate(of_gate)
+
+
+def _is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return module is not None and is_plain(module, nn.Linear) and module.bias is not None
+
+
+def _of_map(name: str, module: nn.Module | None, x: Tensor, heads: int) -> Tensor | None:
+    if module is None:
+        return None
+    if _is_linear(module):
+        return _per_head(x, module.weight, module.bias)
+    return call_part(name, module, x, (*x.shape[:2], heads)).to(_dtype_for(x))
 
 
 def _log_input_gate(y: Tensor) -> Tensor:
@@ -47,8 +67,11 @@ def _log_input_gate(y: Tensor) -> Tensor:
 
 def _per_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # The bias is added in float32: in bfloat16, half-lives of 977 and 1007 tokens are neighbours.
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return F.linear(x, weight).to(dtype) + bias.to(dtype)
+    return F.linear(x, weight).to(_dtype_for(x)) + bias.to(_dtype_for(x))
+
+
+def _dtype_for(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def zero_gate(channels: int, heads: int, like: Tensor) -> nn.Linear:

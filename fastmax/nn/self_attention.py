@@ -18,6 +18,7 @@ from fastmax.nn import kept_keys, key_value_cache
 from fastmax.nn.gates import biases_of_half_lives, log_gates_of, zero_gate
 from fastmax.nn.kept_keys import KeptKeys, KeptOptions, LayerTokens
 from fastmax.nn.key_value_cache import KeyValueCache
+from fastmax.nn.plain import call_part, is_plain
 from fastmax.nn.rotary import Rotation
 from fastmax.nn.self_attention_options import (
     MADE_BY,
@@ -28,6 +29,7 @@ from fastmax.nn.self_attention_options import (
     check_half_life,
     check_kept_keys,
     check_kind,
+    check_resettable,
     check_steady_heads,
     options_of_fastmax,
     refuse_input_gate,
@@ -46,6 +48,7 @@ from fastmax.prepare.sharded_dispatch import ParallelContext
 class _SplitBy(NamedTuple):
     """How a layer computes the heads of q, k and v."""
 
+    calls_norms: bool  # since one is no plain `nn.RMSNorm`; the other fields are then None and False
     norms: tuple[Tensor | None, Tensor | None]  # weights of the RMS norms of q and k
     fuses: bool  # whether one kernel computes the heads, with norms and rotations
     convolves: bool  # whether this kernel applies the convolution too
@@ -131,7 +134,9 @@ class FastmaxSelfAttention(nn.Module):
             argument, its value and the accepted values.
 
     The modules `q_norm`, `k_norm`, `decay_proj`, `input_gate_proj`, `output_norm`, `conv` and `gate_proj` are None if switched
-    off.
+    off. Other modules may take their places, such as a wrapper of `decay_proj` (LoRA), a subclass of `nn.RMSNorm` or an
+    `nn.LayerNorm`. They are called, as are modules with hooks (pruning), where the kernels use the weights of the original
+    ones: gates with x, norms of q and k with (b, n, heads, head_dim), and `output_norm` with (b, n, heads, value_dim).
 
     These options are also attributes: `exact_window`, `p`, `temperature`, `normalize`, `algorithm`, `a0`, `a1`, `a2`, `window`,
     `rope_dim`, `rope_base`, `kept_keys` and `use_custom_gradient`. A new value is checked as in the constructor, takes effect
@@ -238,6 +243,7 @@ class FastmaxSelfAttention(nn.Module):
 
         if dtype is not None:
             validation.check_dtype("dtype", dtype)
+        validation.check_device(device)
         made = {"device": device, "dtype": dtype}
         channels, output_channels = sum(self.widths), num_heads * value_dim
         self.qkv_proj = nn.Linear(embed_dim, channels, bias, **made)
@@ -271,7 +277,11 @@ class FastmaxSelfAttention(nn.Module):
         x at first. Its biases give half-lives spaced geometrically from 4 tokens to `longest_half_life`, one per key/value
         head; a single head has `longest_half_life`. The last `steady_heads` heads have a half-life of 2^24 tokens instead. The
         weights and biases of the input gate are 0: it multiplies by 1.
+
+        Raises:
+            TypeError: a module in the place of a part has no weights of these names, or no `reset_parameters`.
         """
+        check_resettable(self)
         for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
             if proj is not None:
                 nn.init.normal_(proj.weight, std=0.02)
@@ -313,6 +323,7 @@ class FastmaxSelfAttention(nn.Module):
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
+        validation.check_device(device)
         validation.check_count("batch", batch, least=0)
         sizes = batch, self.num_kv_heads, self.head_dim, self.value_dim
         state: DecodeState | KeyValueCache
@@ -563,9 +574,11 @@ class FastmaxSelfAttention(nn.Module):
         return q, k, v
 
     def _split_by(self, qkv: Tensor, state: SelfAttentionState | None) -> _SplitBy:
+        if not all(norm is None or is_plain(norm, nn.RMSNorm) for norm in (self.q_norm, self.k_norm)):
+            return _SplitBy(True, (None, None), False, False)
         norms = _weight_of(self.q_norm, qkv), _weight_of(self.k_norm, qkv)
         fuses = self._may_fuse(state) and self._fuses_heads(qkv, *norms)
-        return _SplitBy(norms, fuses, fuses and self._fusible_convolution is not None)
+        return _SplitBy(False, norms, fuses, fuses and self._fusible_convolution is not None)
 
     def _split(
         self, qkv: Tensor, positions: Tensor, places: Tensor | None, recent: Tensor | None, by: _SplitBy
@@ -580,6 +593,8 @@ class FastmaxSelfAttention(nn.Module):
         rotation = (None, None)
         if self.rope_dim:
             rotation = Rotation.at(positions, self.rope_dim, self.rope_base, qkv.dtype)
+        if by.calls_norms:
+            return self._split_and_call_norms(qkv, *rotation)
         split = ops.split_heads if by.fuses else eager.heads.split_heads
         q, k, v = split(
             qkv,
@@ -596,6 +611,13 @@ class FastmaxSelfAttention(nn.Module):
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         return q, k, v
 
+    def _split_and_call_norms(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = eager.heads.heads_of(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
+        q, k = _normed("q_norm", self.q_norm, q), _normed("k_norm", self.k_norm, k)
+        if cos is not None and sin is not None:
+            q, k = eager.heads.rotate(q, cos, sin), eager.heads.rotate(k, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
     def _may_fuse(self, state: SelfAttentionState | None) -> bool:
         """Returns whether kernels may compute what is around attention. They have no derivatives but the first.
 
@@ -608,8 +630,7 @@ class FastmaxSelfAttention(nn.Module):
     def _fusible_convolution(self) -> ShortConvolution | None:
         """The convolution, if `ops.split_heads` may compute it in place of a call of the module."""
         conv = self.conv
-        fits = isinstance(conv, ShortConvolution) and not conv.is_observed and conv.width <= ops.MAX_CONVOLUTION
-        return conv if fits else None
+        return conv if conv is not None and is_plain(conv, ShortConvolution) and conv.width <= ops.MAX_CONVOLUTION else None
 
     def _fuses_heads(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> bool:
         """Returns whether a kernel computes the heads of q, k and v."""
@@ -625,7 +646,7 @@ class FastmaxSelfAttention(nn.Module):
 
         Masked tokens do not decay. They need no input gate, since no query weighs their keys.
         """
-        log_decay, log_input_gate = log_gates_of(x, self.decay_proj, self.input_gate_proj)
+        log_decay, log_input_gate = log_gates_of(x, self.decay_proj, self.input_gate_proj, self.num_kv_heads)
         if log_decay is not None and mask is not None:
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
         return (
@@ -635,7 +656,10 @@ class FastmaxSelfAttention(nn.Module):
 
     def _output(self, o: Tensor, x: Tensor, state: SelfAttentionState | None = None) -> Tensor:
         gate = None if self.gate_proj is None else self.gate_proj(x)
-        norm, weight = self.output_norm, _weight_of(self.output_norm, o)
+        norm = self.output_norm
+        if norm is not None and not is_plain(norm, nn.RMSNorm):
+            o, norm = _normed("output_norm", norm, o.transpose(1, 2)).transpose(1, 2), None
+        weight = _weight_of(norm, o)
         fuses = self._may_fuse(state) and (norm is None or norm.eps is not None) and (norm is not None or gate is not None)
         join = ops.join_heads if fuses and ops.fuses_join_heads(o, weight, gate) else eager.heads.join_heads
         return self.out_proj(join(o, weight, gate, 0.0 if norm is None else norm.eps))
@@ -681,6 +705,11 @@ class FastmaxSelfAttention(nn.Module):
         validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
         if state is not None:
             self._check_state(state, x, cu_seqlens)
+            if cu_seqlens is not None and self.conv is not None and not is_plain(self.conv, ShortConvolution):
+                raise ValueError(
+                    "conv must be a ShortConvolution without hooks or a forward of its own where packed sequences continue a "
+                    f"state, got {type(self.conv).__name__} with cu_seqlens: pass one sequence at a time"
+                )
 
     @property
     def _rotary(self) -> tuple[int, float] | None:
@@ -747,6 +776,11 @@ class FastmaxSelfAttention(nn.Module):
 def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
     """Returns x with zeros at padding. A NaN there, times a gradient of 0, would make the gradients of the weights NaN."""
     return torch.where(mask.unsqueeze(-1), x, 0)
+
+
+def _normed(name: str, norm: nn.Module | None, rows: Tensor) -> Tensor:
+    """Returns the result of a norm that is called, in the dtype of the rows."""
+    return rows if norm is None else call_part(name, norm, rows, rows.shape).to(rows.dtype)
 
 
 def _refuse_state() -> NoReturn:

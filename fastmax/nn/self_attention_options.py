@@ -68,6 +68,54 @@ def check_attribute(layer: FastmaxSelfAttention, name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
     if name in _CHECKS:
         _CHECKS[name](layer, value)
+    if name in _CHECKS_OF_PARTS and value is not None:
+        _CHECKS_OF_PARTS[name](layer, name, value)
+
+
+def check_resettable(layer: FastmaxSelfAttention) -> None:
+    """Checks that `reset_parameters` knows how to initialise all parts."""
+    for name in PARTS:
+        part, needed = getattr(layer, name), ("weight", "bias") if name.endswith("_proj") else ("reset_parameters",)
+        if part is not None and not all(hasattr(part, attribute) for attribute in needed):
+            raise TypeError(f"{name} must have {' and '.join(needed)} for reset_parameters, got {type(part).__name__}")
+
+
+def _check_gate(layer: FastmaxSelfAttention, name: str, value: nn.Module) -> None:
+    if type(value) is not nn.Linear:
+        return  # the result of a call is checked
+    sizes = layer.embed_dim, layer.num_kv_heads
+    if (value.in_features, value.out_features) != sizes or value.bias is None:
+        got = f"{value.in_features}, {value.out_features}, bias={value.bias is not None}"
+        accepted = f"an nn.Linear({sizes[0]}, {sizes[1]}) with a bias, or another kind of module"
+        raise ValueError(f"{name} must be {accepted}, got nn.Linear({got})")
+
+
+def _check_norm(layer: FastmaxSelfAttention, name: str, value: nn.Module) -> None:
+    width = layer.value_dim if name == "output_norm" else layer.head_dim
+    if isinstance(value, _NORMS_OVER_TOKENS):
+        raise ValueError(f"{name} must normalise each head of a token by itself, got {validation.describe(value)}")
+    if isinstance(value, (nn.RMSNorm, nn.LayerNorm)) and value.normalized_shape != (width,):
+        got = f"{type(value).__name__} with normalized_shape {value.normalized_shape}"
+        raise ValueError(f"{name} must normalise heads of {width} channels, got {got}")
+
+
+def _check_convolution(layer: FastmaxSelfAttention, name: str, value: nn.Module) -> None:
+    if not all(hasattr(value, attribute) for attribute in ("weight", "width", "last_tokens")):
+        raise TypeError(f"{name} must be a ShortConvolution, a wrapper with its attributes or None, got {type(value).__name__}")
+    if value.weight.shape[0] != sum(layer.widths):
+        raise ValueError(f"{name} must have {sum(layer.widths)} channels, those of q, k and v, got {value.weight.shape[0]}")
+
+
+# The dimensions of heads (b, n, h, d) that these take for channels or positions include tokens.
+_NORMS_OVER_TOKENS = (nn.GroupNorm, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d, nn.LocalResponseNorm)
+_CHECKS_OF_PARTS: dict[str, Callable[[FastmaxSelfAttention, str, Any], None]] = {
+    "conv": _check_convolution,
+    "decay_proj": _check_gate,
+    "input_gate_proj": _check_gate,
+    "k_norm": _check_norm,
+    "output_norm": _check_norm,
+    "q_norm": _check_norm,
+}
 
 
 def _check_context(layer: FastmaxSelfAttention, value: Any) -> None:

@@ -57,12 +57,6 @@ class ShortConvolution(nn.Module):
             return taken(tokens, count, before, 1)
         return tokens.narrow(1, n, before).clone(memory_format=torch.contiguous_format)
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether a call does more than `forward`: a hook or a wrapper of another package would miss a fused convolution."""
-        hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
-        return type(self) is not ShortConvolution or "forward" in vars(self) or any(map(len, hooks))
-
     def continue_packed(self, x: Tensor, recent: Tensor, packed: PackedPlaces) -> tuple[Tensor, Tensor]:
         """Applies the convolution to packed sequences that continue earlier ones.
 

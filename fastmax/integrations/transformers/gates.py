@@ -222,9 +222,7 @@ def _chosen(model: PreTrainedModel, kind: type[Gate], layers: Iterable[int] | No
             )
     else:
         accepted = f"layers must be indices of attention layers of {type(model).__name__}"
-        if isinstance(layers, str) or not isinstance(layers, Iterable):
-            raise TypeError(f"{accepted}, or None, got {validation.describe(layers)}")
-        layers = list(layers)
+        layers = validation.entries_of(layers, f"{accepted}, or None")
         if not all(isinstance(index, int) and not isinstance(index, bool) for index in layers):
             raise TypeError(f"{accepted}, or None, got {validation.describe(layers)}")
         layers = set(layers)
