@@ -73,13 +73,19 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
             raise ValueError(refusal(model, name, module, "it is PyTorch's own"))
         if not is_of_pytorch(module):
             observe_first_forward(model, name, module, config)
-    for part in _parts(model):
-        _checked[part] = part.config._attn_implementation
-    return {name: implementation(layer) for name, layer in attention_layers(model)}
+    found = {name: implementation(layer) for name, layer in attention_layers(model)}
+    record(model)
+    return found
 
 
 # The attention of each model's last check
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
+
+def record(model: nn.Module) -> None:
+    """Records what the model runs, for checks of other models with the same configuration object."""
+    for part in _parts(model):
+        _checked[part] = part.config._attn_implementation
 
 
 def _parts(model: nn.Module) -> Iterator[PreTrainedModel]:
