@@ -347,6 +347,8 @@ def test_single_query_of_cross_attention_with_is_causal():
     q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, 1), (2, 9), (2, 9)))
     o, _ = integration.fastmax_attention_forward(layer, q, k, v, None, scaling=0.25)
     torch.testing.assert_close(o.transpose(1, 2), fastmax_attention(q, k, v, causal=False, temperature=4.0))
+    with pytest.raises(ValueError, match="which of 9 keys the 9 queries of LlamaAttention see: it is causal cross-attention"):
+        integration.fastmax_attention_forward(layer, q.expand(-1, -1, 9, -1), k, v, None)
 
 
 def test_bidirectional_queries_with_cached_keys():

@@ -408,10 +408,10 @@ def _mask_of_layer(
                 f'attn_implementation="{NAME}" cannot tell whether {type(module).__name__} is causal: neither a mask nor its '
                 "is_causal says so"
             )
-        if causal and 1 < n != m:
+        if causal and n > 1 and (n != m or across):
             raise ValueError(
                 f'attn_implementation="{NAME}" cannot tell which of {m} keys the {n} queries of {type(module).__name__} see: '
-                "it is causal and has no mask"
+                f"it is causal{' cross-attention' if across else ''} and has no mask"
             )
         return FastmaxMask(bool(causal), None)
     is_padding = attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m)
