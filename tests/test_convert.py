@@ -1,7 +1,9 @@
 """Converting a trained softmax model: what each step changes, what it leaves, and what it refuses."""
 
 import copy
+import importlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -753,6 +755,21 @@ def test_a_hugging_face_model_is_left_as_it_was(llama, layers, decay):
         convert.swap(llama, layers=layers, decay=decay)
     assert equal(before, snapshot(llama)) and llama.config.to_dict() == config
     assert llama.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_failed_swap_leaves_a_hugging_face_model_as_it_was_for_others_of_its_configuration(llama, monkeypatch):
+    hugging_face = importlib.import_module("fastmax.convert.hugging_face")
+    monkeypatch.setattr(hugging_face, "add_input_gate", mock.Mock(side_effect=ValueError("no input gates")))
+    before, config, x = snapshot(llama), llama.config.to_dict(), tokens()
+    expected = llama(x).logits
+    with pytest.raises(ValueError, match="no input gates"):
+        convert.swap(llama, decay=True, input_gate=True)
+    assert equal(before, snapshot(llama)) and llama.config.to_dict() == config
+    type(llama)(llama.config)
+    assert llama.config._attn_implementation == "sdpa" and torch.equal(llama(x).logits, expected)
+    monkeypatch.undo()
+    assert convert.swap(llama, decay=True, input_gate=True)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -320,6 +320,24 @@ def test_self_attention_whose_arguments_are_views():
     torch.testing.assert_close(mha(x, x, x)[0], expected)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["all visible", "causal"])
+@pytest.mark.filterwarnings("ignore:.*later tokens leak")
+def test_padding_does_not_scale_the_queries(causal):
+    """Queries at padding would be the longest of their sequence."""
+    mha, x = swapped(make_mha(batch_first=True), normalize="sequence", lim=1.5), torch.randn(3, 7, E, dtype=DTYPE)
+    ignored = padding(3, 7)
+    x[ignored] *= 50
+    x.requires_grad_()
+    y, _ = mha(x, x, x, key_padding_mask=ignored, is_causal=causal)
+    (grad,) = torch.autograd.grad(y[~ignored].square().sum(), x)
+    assert not grad[ignored].any()
+    for row, keep in enumerate(~ignored):
+        one = x[row : row + 1, keep].detach().requires_grad_()
+        alone, _ = mha(one, one, one, is_causal=causal)
+        torch.testing.assert_close(y[row, keep], alone[0])
+        torch.testing.assert_close(grad[row, keep], torch.autograd.grad(alone.square().sum(), one)[0][0])
+
+
 def test_exact_window_of_causal_attention_with_other_keys():
     mha = swapped(make_mha(batch_first=True), exact_window=5)
     x, key = torch.randn(2, 5, E, dtype=DTYPE), torch.randn(2, 5, E, dtype=DTYPE)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention, swap_attention
 
@@ -35,11 +36,13 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
+from fastmax.integrations.transformers.cross_attention import tell_cross_attention  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
 
 
 FAMILIES = pytest.mark.parametrize("family", [llama, gpt2])
+OF_POSITIONS = pytest.mark.parametrize("options", [{"exact_window": 3}, {"rpe_matrix": "sinusoidal"}], ids=str)
 
 
 # ---- the whole model
@@ -248,7 +251,7 @@ def test_encoder_decoder_model():
     torch.testing.assert_close(logits, model(source, attention_mask=mask, decoder_input_ids=target).logits)
 
 
-@pytest.mark.parametrize("options", [{"exact_window": 3}, {"rpe_matrix": "sinusoidal"}], ids=str)
+@OF_POSITIONS
 def test_cross_attention_has_no_positions(options):
     """The target may be computed in pieces, and padding of the source changes nothing."""
     model = bart(fastmax=options)
@@ -265,6 +268,120 @@ def test_cross_attention_has_no_positions(options):
         one = slice(row, row + 1)
         alone = model(source[one, :length], decoder_input_ids=target[one], use_cache=False).logits
         torch.testing.assert_close(logits[one], alone)
+
+
+def moonshine(**options):
+    """Its attention layers are of one class, which says neither what they are nor what their keys are of."""
+    heads = {f"{part}_num_{kind}_heads": 2 for part in ("encoder", "decoder") for kind in ("attention", "key_value")}
+    layers = {"encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2, "initializer_range": 0.3}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32}
+    return make(
+        transformers.MoonshineForConditionalGeneration, transformers.MoonshineConfig(**sizes, **heads, **layers, **options)
+    )
+
+
+@OF_POSITIONS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_cross_attention_that_does_not_say_so(options, compiled):
+    """With as many queries as keys it has no positions either."""
+    model, target = moonshine(fastmax=options), tokens(2, 7)
+    decoder, encoded = model.get_decoder(), torch.randn(2, 7, 16, dtype=torch.float64)
+
+    def hidden(encoded, decoder=decoder):
+        return decoder(target, encoder_hidden_states=encoded, use_cache=False).last_hidden_state
+
+    y = hidden(encoded)
+    if compiled:
+        torch._dynamo.reset()
+        whole = torch.compile(decoder, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(hidden(encoded, whole), y)
+    torch.testing.assert_close(hidden(encoded.flip(1)), y)
+    torch.testing.assert_close(hidden(torch.cat((encoded, encoded), 1)), y)  # every key twice
+    integration.configure(model)
+    assert not torch.allclose(hidden(encoded), y)  # self-attention has positions
+
+
+@OF_POSITIONS
+def test_layer_that_takes_queries_and_keys(options):
+    sam = importlib.import_module("transformers.models.sam.modeling_sam")
+    config = transformers.SamMaskDecoderConfig(hidden_size=16, num_attention_heads=2, attn_implementation="fastmax")
+    layer, (q, k) = sam.SamAttention(config, downsample_rate=1).double(), torch.randn(2, 2, 1, 7, 16, dtype=torch.float64)
+    plain = {name: layer(*x)[0] for name, x in {"self": (q, q, q), "cross": (q, k, k)}.items()}
+    config.fastmax = options
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name} = .* 7 queries and 7 keys are of one sequence, and SamAttention does not"):
+        layer(q, k, k)
+    tell_cross_attention(layer)
+    torch.testing.assert_close(layer(q, k, value=k)[0], plain["cross"])
+    torch.testing.assert_close(layer(query=q, key=k, value=k)[0], plain["cross"])
+    expected = layer(q, q, q)[0]
+    assert not torch.allclose(expected, plain["self"])
+    torch.testing.assert_close(checkpoint(layer, q.requires_grad_(), q, q, use_reentrant=True)[0], expected)
+
+
+@pytest.mark.parametrize("argument", [True, False], ids=["arguments", "of the class"])
+def test_layer_that_does_not_tell_what_its_keys_are_of(argument):
+    """Other keys could be among its arguments, or be pooled from its own."""
+
+    class Pooled(torch.nn.Module):
+        def forward(self, hidden_states):
+            keys = hidden_states[:, :, ::2]
+            return integration.fastmax_attention_forward(self, hidden_states, keys, keys, None)
+
+    class Any(Pooled):
+        def forward(self, *args):
+            return integration.fastmax_attention_forward(self, args[0], args[1], args[1], None)
+
+    layer = (Any if argument else Pooled)()
+    layer.config, layer.is_causal = bert().config, False
+    q = torch.randn(2, 2, 6, 8)
+    layer(*((q, q) if argument else (q,)))
+    layer.config.fastmax = {"exact_window": 3}
+    with pytest.raises(ValueError, match="exact_window = 3 needs to know whether 6 queries and [63] keys are of one sequence"):
+        layer(*((q, q) if argument else (q,)))
+
+
+def test_single_query_of_cross_attention_with_is_causal():
+    layer = llama().model.layers[0].self_attn
+    layer.is_cross_attention, layer.config.fastmax = True, {"exact_window": 3}  # as in Idefics, whose layers are all is_causal
+    q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, 1), (2, 9), (2, 9)))
+    o, _ = integration.fastmax_attention_forward(layer, q, k, v, None, scaling=0.25)
+    torch.testing.assert_close(o.transpose(1, 2), fastmax_attention(q, k, v, causal=False, temperature=4.0))
+    with pytest.raises(ValueError, match="which of 9 keys the 9 queries of LlamaAttention see: it is causal cross-attention"):
+        integration.fastmax_attention_forward(layer, q.expand(-1, -1, 9, -1), k, v, None)
+
+
+def test_bidirectional_queries_with_cached_keys():
+    """A block of tokens that see each other and all before. A window of all keys is softmax."""
+    model, ids = llama(), tokens(2, 9)
+    integration.configure(model, exact_window=9)
+
+    def logits():
+        cache = transformers.DynamicCache()
+        model(ids[:, :5], is_causal=False, past_key_values=cache)
+        return model(ids[:, 5:], is_causal=False, past_key_values=cache).logits
+
+    y = logits()
+    with pytest.raises(ValueError, match='normalize="sequence" looks at all rows at once'):
+        integration.configure(model, normalize="sequence")
+        logits()
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(y, logits())
+
+
+@pytest.mark.filterwarnings("ignore:.*later tokens leak")
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "encoder"])
+def test_padding_does_not_scale_the_queries(name):
+    """Queries at padding would be the longest of their sequence."""
+    model = {"causal": llama, "bidirectional": bert, "encoder": lambda: bart().get_encoder()}[name]()
+    integration.configure(model, normalize="sequence", lim=1.5)
+    mask = padding_mask("right")
+    x = model.get_input_embeddings()(tokens(3, 9)).detach()
+    x[~mask.bool()] *= 50
+    given = {"use_cache": False} if name == "causal" else {}
+    y = model(inputs_embeds=x, attention_mask=mask, **given)[0]
+    for row, keep in enumerate(mask.bool()):
+        torch.testing.assert_close(y[row, keep], model(inputs_embeds=x[row : row + 1, keep], **given)[0][0])
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])

@@ -1,6 +1,9 @@
 """`FastmaxCache`: generation from states, against the same models without a cache."""
 
 import copy
+import importlib
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -276,6 +279,33 @@ def test_tokens_are_taken_back_by_another_cache():
         model.generate(ids, max_new_tokens=8, **options)
     found = model.generate(ids, max_new_tokens=8, do_sample=False, cache_implementation="dynamic", **options)
     assert torch.equal(found, generate(model, ids))
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["constant memory", "gates"])
+def test_assistant_that_asks_for_constant_memory(gated):
+    """The cache of the main model is not its own."""
+    model, assistant, ids = llama(), llama(), tokens(1, 6)
+    options = {"assistant_model": assistant, "cache_implementation": "dynamic"}
+    asks = add_decay if gated else partial(configure, constant_memory=True)
+    asks(assistant)
+    what = "learned gates.*: a model without gates" if gated else "constant_memory=True.*: configure it without constant_memory"
+    with pytest.raises(ValueError, match=f"assistant_model must .* LlamaForCausalLM whose own configuration asks .* {what}"):
+        model.generate(ids, max_new_tokens=8, do_sample=False, **options)
+    if not gated:
+        configure(assistant)
+        found = model.generate(ids, max_new_tokens=8, do_sample=False, **options)
+        assert torch.equal(found, generate(model, ids))
+
+
+def test_continuous_batching_is_refused(monkeypatch):
+    """With FlashAttention installed transformers would switch to it."""
+    continuous = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+    switch = mock.Mock(side_effect=AssertionError("transformers may switch the attention"))
+    monkeypatch.setattr(continuous.ContinuousBatchingManager, "__init__", switch)
+    model = llama()
+    with pytest.raises(ValueError, match='attn_implementation="fastmax" of LlamaForCausalLM has no form in continuous'):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    assert model.config._attn_implementation == "fastmax"
 
 
 def test_constant_memory_is_a_bool():

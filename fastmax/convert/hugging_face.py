@@ -10,13 +10,14 @@ from transformers import PreTrainedConfig
 from fastmax.convert.masks import MaskOfTeacher
 from fastmax.core import validation
 from fastmax.integrations.transformers import add_decay, add_input_gate, options
-from fastmax.integrations.transformers.gates import DecayGate, InputGate
+from fastmax.integrations.transformers.gates import DecayGate, InputGate, detach, gates
 from fastmax.integrations.transformers.layers import (
     attention_layers,
     is_causal_self_attention,
     options_of_parts,
     runs_fastmax,
 )
+from fastmax.integrations.transformers.models import record
 
 __all__ = ["MaskOfTeacher", "fastmax_layers", "is_causal_self_attention", "options_to_change", "swap"]
 
@@ -45,7 +46,7 @@ def swap(
 ) -> list[str]:
     """Switches the model to fastmax attention with these options. Returns the names of the parameters of new gates.
 
-    Decay gates are added if `half_lives` (longest, shortest) is given. An error restores the configuration.
+    Decay gates are added if `half_lives` (longest, shortest) is given. An error restores the model.
     """
     configs = list(options.configurations(model))
     before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
@@ -55,6 +56,7 @@ def swap(
         layers = validation.entries_of(layers, 'layers must be indices of layers, "global" or None')
     chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers, "kept_keys": kept_keys}
     of_configs = options_of_parts(model, configs, chosen)
+    gated = gates(model)
     merged = [_merged(config, {"kept_keys": 0} | of_config) for config, of_config in zip(configs, of_configs, strict=True)]
     try:
         for config, each in zip(configs, merged, strict=True):
@@ -62,18 +64,22 @@ def swap(
             options.check_values(**each)
             config.fastmax = each
         model.set_attn_implementation(options.NAME)
-        gates = []
+        new = []
         if half_lives is not None:
             longest, shortest = half_lives
-            gates += [f"{name}.{DecayGate.PLACE}" for name in add_decay(model, longest, shortest_half_life=shortest)]
+            new += [f"{name}.{DecayGate.PLACE}" for name in add_decay(model, longest, shortest_half_life=shortest)]
         if input_gate:
-            gates += [f"{name}.{InputGate.PLACE}" for name in add_input_gate(model)]
+            new += [f"{name}.{InputGate.PLACE}" for name in add_input_gate(model)]
     except Exception:
+        for layer, kind in gates(model):
+            if (layer, kind) not in gated:
+                detach(layer, kind)
         for config, _, attributes in before:
             vars(config).clear()
             vars(config).update(attributes)
+        record(model)
         raise
-    return [f"{gate}.{part}" for gate in gates for part in ("weight", "bias")]
+    return [f"{gate}.{part}" for gate in new for part in ("weight", "bias")]
 
 
 def _merged(config: PreTrainedConfig, chosen: dict) -> dict:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from fastmax import eager, ops
+from fastmax import ops
 from fastmax.core import validation
+from fastmax.integrations.tensors import is_same, queries_to_normalize
 from fastmax.nn.multi_head_attention import OPTIONS, FASTMultiHeadAttention
 
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
@@ -167,8 +168,11 @@ class SwappedMultiheadAttention(nn.Module):
         m = k.shape[2]
         takes_part = None if key_padding_mask is None else _keys_taking_part(key_padding_mask, b, m)
         reach = _causal_reach(attn_mask, is_causal, not need_weights, b * h, n, m)
-        if reach is None and not _is_same(query, key):
+        itself = is_same(query, key)  # self-attention
+        if reach is None and not itself:
             self._refuse_options_of_positions()
+        if itself:
+            q = queries_to_normalize(q, takes_part, self.attention.normalize)
         if reach is not None and reach < m:
             k, v = k[:, :, :reach], v[:, :, :reach]
             takes_part = takes_part if takes_part is None else takes_part[:, :reach]
@@ -338,14 +342,6 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
         f"{int(blocked.sum())} blocked: fastmax does not support arbitrary masks. Mark keys that no query of a sequence may "
         "see in key_padding_mask"
     )
-
-
-def _is_same(query: Tensor, key: Tensor) -> bool:
-    """Returns whether both are one tensor, or views of the same elements, as hooks and checkpoints make them."""
-    if query is key:
-        return True
-    opaque = torch.compiler.is_compiling() or eager.is_transformed() or query.is_meta or query.dtype != key.dtype
-    return not opaque and query.is_set_to(key)
 
 
 def _start_aligned(n: int, m: int) -> int:

@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.core import validation
 from fastmax.functional import fastmax_attention
+from fastmax.integrations.tensors import queries_to_normalize
+from fastmax.integrations.transformers import cross_attention
 from fastmax.integrations.transformers.cache import FastmaxLayer, NewTokens, kept_options, refuse_sequence
 from fastmax.integrations.transformers.cache_argument import CACHE
 from fastmax.integrations.transformers.gates import DecayGate, Gate, InputGate, refuse_missing
@@ -88,6 +90,7 @@ class _Request(NamedTuple):
 
     mask: FastmaxMask
     padding: Tensor | None  # bool (b, keys), True = takes part
+    of_one: bool  # queries and keys are known to be of one sequence
     cu_seqlens: Tensor | None  # bounds of packed documents, of all rows end to end
     log_decay: Tensor | None
     log_input_gate: Tensor | None
@@ -150,19 +153,21 @@ def _resolved(
     if isinstance(attention_mask, FastmaxMask):
         mask = attention_mask
     else:
-        mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], keys)
+        across = given.get(cross_attention.ARGUMENT) or cross_attention.says_cross_attention(module)
+        mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], keys, across)
     if mask.refusal is not None:
         raise ValueError(f"{type(module).__name__}: {mask.refusal}")
     cu_seqlens = _documents(query, keys, mask, state is not None, given)
     if cu_seqlens is None and given.get("position_ids") is not None:
         mask.refuse_packing(given["position_ids"])
-    if _is_cross_attention(module, mask.causal, query.shape[2], keys):
+    of_one = _of_one_sequence(module, options, mask, query.shape[2], keys, given.get(cross_attention.ARGUMENT))
+    if of_one is False:
         for name in validation.OF_POSITIONS:
             options.pop(name, None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
-    if mask.causal and (state is not None or query.shape[2] < keys):
+    if of_one and (state is not None or query.shape[2] < keys):
         refuse_sequence(options)
     padding = None if mask.padding is None else mask.padding.to(query.device)
     log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), given.get("log_decay"))
@@ -176,7 +181,27 @@ def _resolved(
         )
     if state is None:
         options.pop("kept_keys", None)
-    return _Request(mask, padding, cu_seqlens, log_decay, gate, kept, options, state)
+    return _Request(mask, padding, of_one is True, cu_seqlens, log_decay, gate, kept, options, state)
+
+
+def _of_one_sequence(
+    module: nn.Module, options: dict, mask: FastmaxMask, queries: int, keys: int, told: bool | None
+) -> bool | None:
+    """Returns whether queries and keys are of one sequence; None: unknown, and no option of the call depends on it."""
+    across = cross_attention.is_cross_attention(module, told, mask.causal, queries, keys)
+    if across is not None:
+        return not across
+    found = cross_attention.options_of_one_sequence(options)
+    if queries != keys or mask.padding is None:
+        found.pop("normalize", None)  # then queries have no padding that could count
+    if found:
+        name, value = next(iter(found.items()))
+        raise ValueError(
+            f"{name} = {value!r} needs to know whether {queries} queries and {keys} keys are of one sequence, and "
+            f"{type(module).__name__} does not tell: leave the option out, or, if the layer was added to a finished model, "
+            "call fastmax.integrations.transformers.check(model)"
+        )
+    return None
 
 
 def _check_context(module: nn.Module, request: _Request, position_ids: Tensor | None) -> None:
@@ -215,21 +240,14 @@ def _of_whole_sequences(query: Tensor, key: Tensor, value: Tensor, request: _Req
         tensors = tuple(None if x is None else end_to_end(x) for x in tensors)
         causal, padding = True, None
     q, k, v, log_decay, gate = tensors
+    if request.of_one:
+        q = queries_to_normalize(q, padding, request.options.get("normalize"))
     if request.kept > 0:
         o = _with_kept_keys(LayerTokens(q, k, v, gate, log_decay), padding, request.cu_seqlens, request.kept, request.options)
     else:
         of_keys = {"attention_mask": padding, "log_decay": log_decay, "log_input_gate": gate, "cu_seqlens": request.cu_seqlens}
         o = fastmax_attention(q, k, v, causal=causal, **(request.options | of_keys))
     return rows_again(o, query.shape[0]) if packed else o
-
-
-def _is_cross_attention(module: nn.Module, causal: bool, queries: int, keys: int) -> bool:
-    """Returns whether queries and keys are of different sequences, so that their positions cannot be compared."""
-    if causal:
-        return False
-    of_decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", False)
-    says_so = of_decoder or getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-    return says_so or queries != keys
 
 
 def _kept_keys(module: nn.Module, options: dict, causal: bool) -> int:
@@ -377,21 +395,23 @@ def _tensor(key: Tensor | NewTokens) -> Tensor:
     return key.tensor if isinstance(key, NewTokens) else key
 
 
-def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:
-    """Returns the mask of a layer whose model does not use transformers' mask functions."""
+def _mask_of_layer(
+    module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int, across: bool
+) -> FastmaxMask:
+    """Returns the mask of a layer whose model does not use transformers' mask functions. `across`: it is cross-attention."""
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if n == 1 and causal is not None:  # models also say False where the single query sees all keys
-        causal = causal or getattr(module, "is_causal", False)
+        causal = not across and (causal or getattr(module, "is_causal", False))
     if attention_mask is None:
         if causal is None:
             raise ValueError(
                 f'attn_implementation="{NAME}" cannot tell whether {type(module).__name__} is causal: neither a mask nor its '
                 "is_causal says so"
             )
-        if causal and 1 < n != m:
+        if causal and n > 1 and (n != m or across):
             raise ValueError(
                 f'attn_implementation="{NAME}" cannot tell which of {m} keys the {n} queries of {type(module).__name__} see: '
-                "it is causal and has no mask"
+                f"it is causal{' cross-attention' if across else ''} and has no mask"
             )
         return FastmaxMask(bool(causal), None)
     is_padding = attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m)

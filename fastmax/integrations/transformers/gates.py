@@ -146,6 +146,22 @@ def _add(model: PreTrainedModel, kind: type[Gate], layers: Iterable[int] | None,
     return list(chosen)
 
 
+def gates(model: PreTrainedModel) -> list[tuple[nn.Module, type[Gate]]]:
+    """Returns the attention layers that have gates, and the kinds of these."""
+    return [
+        (layer, kind) for _, layer in attention_layers(model) for kind in KINDS if getattr(layer, kind.PLACE, None) is not None
+    ]
+
+
+def detach(layer: nn.Module, kind: type[Gate]) -> None:
+    """Removes a gate from a layer, and the hook that passes its values. The configuration stays."""
+    delattr(layer, kind.PLACE)
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if isinstance(hook, partial) and hook.func is _pass_gate and hook.args == (kind,):
+            del layer._forward_pre_hooks[key]
+            layer._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def build_gates(model: PreTrainedModel) -> None:
     """Builds the gates that the configurations list and the layers lack, when the model is made."""
     for name, layer in attention_layers(model):

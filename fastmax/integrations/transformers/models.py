@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fastmax.integrations.transformers.cross_attention import tell_cross_attention
 from fastmax.integrations.transformers.gates import build_gates, refuse_gates, reset_gate
 from fastmax.integrations.transformers.layers import attention_layers, implementation, options_of_parts, runs_fastmax
 from fastmax.integrations.transformers.observation import INSTEAD, is_of_pytorch, observe_first_forward, refusal
@@ -39,7 +40,8 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
     """Checks a model that is set to fastmax, and lets its next forward be observed (`observation`).
 
     It is called whenever a model is made or gets another implementation. Call it after setting `_attn_implementation` by hand.
-    Layers that run fastmax also get the hook by which they refuse packed documents in a cache (`packing`).
+    Layers that run fastmax also get hooks: to refuse packed documents in a cache (`packing`), and to tell cross-attention from
+    self-attention (`cross_attention`).
 
     Args:
         model: the model.
@@ -65,18 +67,25 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         if layer.config._attn_implementation == NAME:
             check_values(**all_options(layer.config))
             refuse_caches_of_documents(layer)
+            tell_cross_attention(layer)
     for name, module, config in list(_covered(model, None, _other(model.config) if left_out is None else left_out)):
         if isinstance(module, nn.MultiheadAttention):
             raise ValueError(refusal(model, name, module, "it is PyTorch's own"))
         if not is_of_pytorch(module):
             observe_first_forward(model, name, module, config)
-    for part in _parts(model):
-        _checked[part] = part.config._attn_implementation
-    return {name: implementation(layer) for name, layer in attention_layers(model)}
+    found = {name: implementation(layer) for name, layer in attention_layers(model)}
+    record(model)
+    return found
 
 
 # The attention of each model's last check
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
+
+def record(model: nn.Module) -> None:
+    """Records what the model runs, for checks of other models with the same configuration object."""
+    for part in _parts(model):
+        _checked[part] = part.config._attn_implementation
 
 
 def _parts(model: nn.Module) -> Iterator[PreTrainedModel]:
