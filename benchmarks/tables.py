@@ -590,9 +590,9 @@ def hybrid_gap(results: Results) -> str:
     return _in_words(above(pages.rows_of("memory", "steps", results.root), "hybrid_sdpa", "softmax_parts", measure="loss"))
 
 
-def growing_gap(variant: str, other: str, results: Results) -> str:
+def growing_gap(variant: str, other: str, results: Results, setting: str = SHOWN["setting"]) -> str:
     """The difference of the losses on windows of 64k after training on growing ones, averaged over the seeds that both have."""
-    found = where(pages.rows_of("free-windows", SHOWN["setting"], results.root), lr=SHOWN["lr"])
+    found = where(pages.rows_of("free-windows", setting, results.root), lr=SHOWN["lr"])
     return _in_words(above(found, variant, other, measure="whole"))
 
 
@@ -752,6 +752,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "learned-gap-softmax": partial(learned_gap, "softmax_parts", "p2_all", "25M"),
     "learned-gap-124m": partial(learned_gap, "kept_keys", "softmax_parts", "124M"),
     "growing-gap": partial(growing_gap, "hybrid_sdpa", "softmax_parts"),
+    "growing-gap-facts": partial(growing_gap, "hybrid_sdpa", "softmax_parts", setting="growing, facts"),
     "growing-gap-steady": partial(growing_gap, "hybrid_steady", "softmax_parts"),
     "growing-gap-decay": partial(growing_gap, "softmax_parts_sdpa", "softmax_parts"),
     "growing-gap-linear": partial(growing_gap, "p2_all", "softmax_parts"),
