@@ -43,8 +43,8 @@ def swap(
         temperature: temperature of `fastmax_attention`, for keys in the window too. None: that of softmax, `sqrt(head_dim)`.
         decay: add decay gates to layers that have none. At first they do not depend on x.
         longest_half_life: half-life of the slowest head of new gates, in tokens; at least 4 in a `FastmaxSelfAttention`. The
-            half-lives of a layer's heads are spaced geometrically from an eighth of it, where `reset_parameters`, which makes
-            a new layer, starts at 4 tokens.
+            half-lives of a layer's heads are spaced geometrically from an eighth of it. A later `reset_parameters` of the
+            layer spaces them from 4 tokens.
         input_gate: add input gates. At first they multiply by 1. None: only with `kept_keys`.
         kept_keys: number of keys beyond the window that are also weighted by exp(s), as in `FastmaxSelfAttention`. It needs
             input gates.

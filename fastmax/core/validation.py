@@ -234,6 +234,16 @@ def check_scale(scale: object, head_dim: int) -> float:
     return scale
 
 
+def is_over_sequence(normalize: object) -> bool:
+    """Returns whether an option `normalize` divides rows by the longest row of their sequence."""
+    return normalize in (True, "sequence")
+
+
+def options_of_positions(options: dict) -> dict:
+    """Returns the options that compare positions of queries and keys, where they are not their defaults."""
+    return {name: options[name] for name, default in OF_POSITIONS.items() if options.get(name, default) != default}
+
+
 def check_normalize(normalize: object, lim: object) -> str | None:
     """Checks `normalize` and `lim`; returns None, "sequence" or "token"."""
     if not isinstance(normalize, (bool, str)) or normalize not in NORMALIZE:

@@ -194,7 +194,7 @@ def context_parallel_flash_attention(
     options = {"function": "context_parallel_flash_attention", "score": score, "window": (left, right)}
     tensors = q, k, v, attention_mask, log_decay, log_input_gate
     arguments = _check_across_ranks(group, layout, *tensors, causal, cu_seqlens, options)
-    left, right = (min(tokens, arguments.layout.tokens) for tokens in (left, right))  # a halo has room for all its tokens
+    left, right = (min(side, arguments.layout.tokens) for side in (left, right))  # memory is allocated for the whole halo
     with ops.without_autocast(q):
         if left >= 0:
             o, lse = _in_window(q, _with_halo(k, v, arguments, left, right), arguments, score, left, right)
@@ -414,7 +414,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments, score: Score, algorithm: str, window: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the output and the log of the denominators."""
-    window = min(window, max(1, arguments.layout.tokens))  # a halo has room for all its tokens
+    window = min(window, max(1, arguments.layout.tokens))  # memory is allocated for the whole halo
     if window == 0:
         if arguments.causal:
             return _start_causal(q, _with_halo(k, v, arguments, 0, 0), arguments, score, algorithm)()

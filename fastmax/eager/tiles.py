@@ -190,7 +190,7 @@ def _hide(x: Tensor, info: TileInfo, decay: Tensor | None) -> Tensor:
 
 
 def multiplied(x: Tensor, factor: Tensor) -> Tensor:
-    """Returns x * factor, in place if no transform is active: where vmap batches the factor alone, x has no room for it."""
+    """Returns x * factor, in place except in torch.func: if vmap batches the factor alone, the product is larger than x."""
     return x * factor if in_functorch() else x.mul_(factor)
 
 

@@ -321,10 +321,8 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
     if attn_mask is None or (is_causal and n == m and trusts_hint):
         return _start_aligned(n, m) if is_causal else None
     blocked = _blocked("attn_mask", attn_mask)
-    ones = torch.ones(n, m, dtype=torch.bool, device=blocked.device)
-    aligned_at_start = ones.triu(1).expand_as(blocked)
     if is_causal and n == m:
-        agrees = (blocked == aligned_at_start).all()
+        agrees = (blocked == _causally_blocked(blocked, 1)).all()
         message = "attn_mask must be the causal mask, aligned at the start, where is_causal is True"
         if torch.compiler.is_compiling():
             validation.check_in_graph(agrees, message)  # reading the value would break the graph
@@ -333,15 +331,20 @@ def _causal_reach(attn_mask: Tensor | None, is_causal: bool, trusts_hint: bool, 
         return n
     if not blocked.any():
         return None
-    if torch.equal(blocked, aligned_at_start):
+    if torch.equal(blocked, _causally_blocked(blocked, 1)):
         return _start_aligned(n, m)
-    if n < m and torch.equal(blocked, ones.triu(1 + m - n).expand_as(blocked)):
+    if n < m and torch.equal(blocked, _causally_blocked(blocked, 1 + m - n)):
         return m
     raise ValueError(
         f"attn_mask is neither all visible nor the causal mask, got shape {tuple(attn_mask.shape)} with "
         f"{int(blocked.sum())} blocked: fastmax does not support arbitrary masks. Mark keys that no query of a sequence may "
         "see in key_padding_mask"
     )
+
+
+def _causally_blocked(like: Tensor, diagonal: int) -> Tensor:
+    """Returns which keys a causal mask hides, of the shape of `like`: those from this diagonal on."""
+    return torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).triu(diagonal).expand_as(like)
 
 
 def _start_aligned(n: int, m: int) -> int:

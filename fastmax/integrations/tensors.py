@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager
+from fastmax.core import validation
 
 
 def is_same(query: Tensor, key: Tensor) -> bool:
@@ -25,6 +26,6 @@ def queries_to_normalize(q: Tensor, takes_part: Tensor | None, normalize: object
         takes_part: bool (b, n), True = real; None = all are.
         normalize: the option of `fastmax_attention`.
     """
-    if takes_part is None or normalize not in (True, "sequence"):
+    if takes_part is None or not validation.is_over_sequence(normalize):
         return q
     return torch.where(takes_part[:, None, :, None], q, 0.0)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmax import eager
 from fastmax.nn.plain import call_part, is_plain
 
 SHORTEST_HALF_LIFE = 4.0  # tokens
@@ -58,7 +59,7 @@ def _of_map(name: str, module: nn.Module | None, x: Tensor, heads: int) -> Tenso
         return None
     if _is_linear(module):
         return _per_head(x, module.weight, module.bias)
-    return call_part(name, module, x, (*x.shape[:2], heads)).to(_dtype_for(x))
+    return call_part(name, module, x, (*x.shape[:2], heads)).to(eager.compute_dtype(x.dtype))
 
 
 def _log_input_gate(y: Tensor) -> Tensor:
@@ -67,11 +68,8 @@ def _log_input_gate(y: Tensor) -> Tensor:
 
 def _per_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # The bias is added in float32: in bfloat16, half-lives of 977 and 1007 tokens are neighbours.
-    return F.linear(x, weight).to(_dtype_for(x)) + bias.to(_dtype_for(x))
-
-
-def _dtype_for(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = eager.compute_dtype(x.dtype)
+    return F.linear(x, weight).to(dtype) + bias.to(dtype)
 
 
 def zero_gate(channels: int, heads: int, like: Tensor) -> nn.Linear:

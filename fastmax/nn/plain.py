@@ -1,4 +1,4 @@
-"""Parts of a layer that other modules may replace: whether their weights say all that a call of them does, and such calls."""
+"""Tells whether a kernel may use the weights of a layer's part without calling the part, and calls parts otherwise."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _check_convolution(layer: FastmaxSelfAttention, name: str, value: nn.Module)
         raise ValueError(f"{name} must have {sum(layer.widths)} channels, those of q, k and v, got {value.weight.shape[0]}")
 
 
-# The dimensions of heads (b, n, h, d) that these take for channels or positions include tokens.
+# Given heads (b, n, h, d), these take the n tokens for channels. So they mix tokens, heads or batch entries.
 _NORMS_OVER_TOKENS = (nn.GroupNorm, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d, nn.LocalResponseNorm)
 _CHECKS_OF_PARTS: dict[str, Callable[[FastmaxSelfAttention, str, Any], None]] = {
     "conv": _check_convolution,

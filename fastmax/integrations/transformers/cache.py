@@ -371,7 +371,7 @@ def _refuse_quadratic(options: dict) -> None:
 
 def refuse_sequence(options: dict) -> None:
     """Refuses normalisation over a sequence that is not complete."""
-    if options.get("normalize") in (True, "sequence"):
+    if validation.is_over_sequence(options.get("normalize")):
         raise ValueError(
             'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
             'or normalize="token"'

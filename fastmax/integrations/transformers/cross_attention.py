@@ -1,7 +1,8 @@
 """Tells cross-attention from self-attention, where an option depends on it.
 
-Some layers say what they are. Others are what they are called with: their forward takes keys of another sequence, or none. The
-attention function does not see these arguments. So a forward pre-hook looks at them and passes what it finds on as an argument.
+Some layers have an attribute or a name that says which they are. Others are cross-attention in calls that pass the keys of
+another sequence, and self-attention in other calls. The attention function does not receive the arguments of its layer, so a
+forward pre-hook of the layer reads them and passes the answer on as one more argument.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from fastmax.core import validation
 from fastmax.integrations.tensors import is_same
+from fastmax.integrations.transformers import hooks
 from fastmax.integrations.transformers.layers import is_causal_self_attention
 from fastmax.integrations.transformers.options import NAME
 
@@ -28,15 +30,15 @@ _OF_KEYS = re.compile(  # names by which forwards of transformers' layers take w
 
 def options_of_one_sequence(options: dict) -> dict:
     """Returns the options that mean another function in cross-attention: of positions, and normalisation over a sequence."""
-    found = {name: options[name] for name, default in validation.OF_POSITIONS.items() if options.get(name, default) != default}
-    return found | ({"normalize": options["normalize"]} if options.get("normalize") in (True, "sequence") else {})
+    normalize = {"normalize": options["normalize"]} if validation.is_over_sequence(options.get("normalize")) else {}
+    return validation.options_of_positions(options) | normalize
 
 
 def tell_cross_attention(layer: nn.Module) -> None:
-    """Lets a layer whose forward takes keys of another sequence tell the attention function whether it got any."""
+    """Registers a hook that tells the attention function whether its layer was called with keys of another sequence."""
     forward = _forward(type(layer))
-    if forward.of_keys and forward.takes_more and _tell not in layer._forward_pre_hooks.values():
-        layer.register_forward_pre_hook(_tell, with_kwargs=True)
+    if forward.of_keys and forward.takes_more:
+        hooks.add_once(layer, _tell)
 
 
 def _tell(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -52,15 +54,15 @@ def _tell(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | N
 
 
 class _Forward(NamedTuple):
-    """What the signature of a layer's forward says."""
+    """The parameters of the `forward` of a class of layers, read from its signature."""
 
-    names: tuple[str, ...]  # of its parameters
-    of_keys: tuple[str, ...]  # of those by which it can take keys of another sequence
-    takes_more: bool  # it has **kwargs, which transformers' layers pass on to the attention function
-    is_known: bool  # all its arguments have names
+    names: tuple[str, ...]  # all parameters, without self
+    of_keys: tuple[str, ...]  # the parameters that can take keys of another sequence
+    takes_more: bool  # whether there is **kwargs, which transformers' layers pass on to the attention function
+    is_known: bool  # whether all parameters have names: there is no *args
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # compilers cannot trace `inspect`
 def _forward(kind: type) -> _Forward:
     return _read(kind)
 

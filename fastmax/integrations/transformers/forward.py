@@ -219,7 +219,7 @@ def _check_context(module: nn.Module, request: _Request, position_ids: Tensor | 
 
 def _refuse_gaps(request: _Request) -> None:
     """Raises an error if padding between real tokens would count as positions. A state and kept keys count real tokens only."""
-    if request.state is not None or request.kept > 0 or not any(request.options.get(x) for x in validation.OF_POSITIONS):
+    if request.state is not None or request.kept > 0 or not validation.options_of_positions(request.options):
         return
     if request.padding is None or request.mask.gaps_are_checked:
         return

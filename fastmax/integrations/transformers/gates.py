@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from fastmax.core import validation
+from fastmax.integrations.transformers import hooks
 from fastmax.integrations.transformers.layers import (
     attention_layers,
     implementation,
@@ -156,10 +157,7 @@ def gates(model: PreTrainedModel) -> list[tuple[nn.Module, type[Gate]]]:
 def detach(layer: nn.Module, kind: type[Gate]) -> None:
     """Removes a gate from a layer, and the hook that passes its values. The configuration stays."""
     delattr(layer, kind.PLACE)
-    for key, hook in list(layer._forward_pre_hooks.items()):
-        if isinstance(hook, partial) and hook.func is _pass_gate and hook.args == (kind,):
-            del layer._forward_pre_hooks[key]
-            layer._forward_pre_hooks_with_kwargs.pop(key, None)
+    hooks.remove(layer, lambda hook: isinstance(hook, partial) and hook.func is _pass_gate and hook.args == (kind,))
 
 
 def build_gates(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 from transformers.utils.import_utils import is_tracing
 
+from fastmax.integrations.transformers import hooks
 from fastmax.integrations.transformers.dataflow import Dataflow, is_fused_attention
 from fastmax.integrations.transformers.layers import is_attention_layer
 from fastmax.integrations.transformers.options import NAME
@@ -77,11 +78,7 @@ def observe_first_forward(model: nn.Module, name: str, module: nn.Module, config
 
 def end_observation(module: nn.Module) -> None:
     """Removes what `observe_first_forward` has left."""
-    for hooks, kind in ((module._forward_pre_hooks, FirstForward), (module._forward_hooks, _Finish)):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
-            hooks.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
+    hooks.remove(module, lambda hook: isinstance(hook, (FirstForward, _Finish)))
 
 
 def is_observed_next(module: nn.Module) -> bool:

@@ -114,7 +114,7 @@ def check_kept_keys(
         "exact_window": (exact_window, exact_window == 0),
         "dropout": (dropout, bool(dropout)),
         "rpe_matrix": (rpe_matrix, rpe_matrix is not None),
-        "normalize": (normalize, normalize in (True, "sequence")),
+        "normalize": (normalize, validation.is_over_sequence(normalize)),
     }
     for name, (value, is_refused) in refused.items():
         if is_refused:

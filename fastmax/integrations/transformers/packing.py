@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils.import_utils import is_tracing
 
+from fastmax.integrations.transformers import hooks
 from fastmax.integrations.transformers.options import NAME
 
 _ALL_PAIRS = 1 << 24  # of a query and a key, for all rows: up to here every pair is compared (a row of 4096 tokens)
@@ -30,8 +31,7 @@ def refuse_caches_of_documents(layer: nn.Module) -> None:
 
     The attention function cannot tell an empty cache from none; the layer receives the cache itself.
     """
-    if _refuse_cache not in layer._forward_pre_hooks.values():
-        layer.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
+    hooks.add_once(layer, _refuse_cache)
 
 
 def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
